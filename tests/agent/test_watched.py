@@ -115,7 +115,7 @@ def test_measurements_are_described(tools: RunTools) -> None:
 
 
 def test_comments_before_a_field_describe_it() -> None:
-    assert described_fields("calls")["leftovers"].startswith("(optimizer, number of updates) that used gradients")
+    assert described_fields("calls")["split_windows"].startswith("(step, backward passes before the end of an epoch")
     assert described("weights").endswith(" ...") and len(described("weights")) <= 64
     assert "experiment" not in described_fields("calls") and described("nothing") == ""
 

@@ -49,9 +49,6 @@ class CallsFacts:
     missing_share: float = 0.0  # Their fraction of the trainable elements
     missing_were_trained: bool = False  # They were trained before the watch began
     doubles: int = 0  # Number of updates with gradients that another optimizer had already applied
-    # (optimizer, number of updates) that used gradients left by a loss for which only another optimizer stepped
-    leftovers: tuple[tuple[int, int], ...] = ()
-    leftover_in: tuple[str, ...] = ()  # Names of the first weights of the first such optimizer
     # (step, backward passes before the end of an epoch, all backward passes) for each step during which an epoch ended
     split_windows: tuple[tuple[int, int, int], ...] = ()
     accumulation: int | None = None  # Number of micro-batches that was passed to the watch

@@ -1,22 +1,19 @@
-"""Measures which optimizer holds which weight, the order of calls, and gradients that another loss has left."""
+"""Measures which optimizer holds which weight, and the order of calls."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
-from torch.autograd.graph import Node
 from torch.optim import Optimizer
 
 from trainwright.checkpoint.names import named_parameters
 from trainwright.doctor.facts.calls import CallsFacts, GroupFacts, OptimizerFacts, ScaledClip, ScalerFacts
-from trainwright.doctor.measure.tensors import MAX_NODES, sampled
+from trainwright.doctor.measure.tensors import sampled
 from trainwright.doctor.measure.weights import was_trained
 from trainwright.recorder.gradients import owned_by
 from trainwright.recorder.probes import Probe, WatchedObjects
@@ -42,7 +39,6 @@ class Calls(Probe):
         self._watched = {id(each) for each in (*self._roots, *self._optimizers)}
         self._known = WeakValueDictionary({id(each): each for each in self._optimizers})
         self._stepped_at: dict[int, int] = {}
-        self._leftovers = Leftovers(self._optimizers)
         self._depth = self._since = self._split = 0
         self._last: RecordedStep | None = None
         self._at_first = [_sample(p) for p in self._parameters[:MAX_WEIGHTS_SAMPLED]]
@@ -53,10 +49,8 @@ class Calls(Probe):
     def on_backward(self, losses: tuple[Tensor, ...], options: dict[str, object]) -> None:
         self._found.backwards += 1
         self._since += 1
-        self._leftovers.on_backward(losses)
 
     def on_zero_grad(self, owner: Optimizer | nn.Module) -> None:
-        self._leftovers.on_zero_grad(owner)
         if id(owner) in self._watched:
             self._since = self._split = 0
 
@@ -72,7 +66,6 @@ class Calls(Probe):
         same = (key for key, at in self._stepped_at.items() if at == now > 0 and key != id(optimizer))
         self._found.doubles += any(self._shares(optimizer, key) for key in same)
         self._stepped_at[id(optimizer)] = now
-        self._leftovers.on_step(optimizer)
 
     def on_stepped(self, optimizer: Optimizer) -> None:
         self._depth = max(0, self._depth - 1)
@@ -96,9 +89,6 @@ class Calls(Probe):
         found.missing = tuple(missing)
         found.missing_share = sum(sizes[name] for name in missing) / max(1, sum(sizes.values()))
         found.missing_were_trained = bool(missing) and set(missing) <= self._were_trained
-        found.leftovers = tuple(self._leftovers.found.items())
-        held = {id(p) for n in sorted(self._leftovers.found)[:1] for p in owned_by(self._optimizers[n])}
-        found.leftover_in = tuple([name for name, p in named.items() if id(p) in held][:4])
         found.carried = self._carried(self._last) if self._last is not None else ()
         now = map(_sample, self._parameters[:MAX_WEIGHTS_SAMPLED])
         found.moved = self._last is None and not all(map(torch.equal, now, self._at_first))
@@ -221,104 +211,3 @@ def _sample(parameter: Tensor) -> Tensor:
 def _number(value: object) -> float | None:
     is_number = isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
     return float(value) if is_number else None  # type: ignore[arg-type]
-
-
-_VIEWS = ("TBackward", "Transpose", "Permute", "View", "Reshape", "Expand", "Unsqueeze", "ToCopy", "Alias")
-"""Beginnings of the names of nodes through which a weight is still a weight."""
-MAX_BACKWARDS = 12  # Backward passes whose graph is read
-
-
-@dataclass
-class _Pass:
-    """A backward pass. A set of optimizers is a bit mask: bit n stands for optimizer n.
-
-    ``reached``: optimizers whose weights the loss reaches. ``through[n]``: optimizers whose weights the loss reaches
-    through the weights of optimizer n. ``stepped``: optimizers of ``reached`` that have stepped since.
-    """
-
-    reached: int
-    through: dict[int, int] = field(default_factory=dict)
-    stepped: int = 0
-
-
-class Leftovers:
-    """Tracks the backward passes that contributed to the current gradients of each optimizer.
-
-    In adversarial training, the loss of the generator leaves gradients in the discriminator, and only the generator is
-    updated. Then the loss of the discriminator, which does not reach the generator, adds its gradients. If the earlier
-    gradients are still there, the update of the discriminator contains both. ``found`` counts such updates for each
-    optimizer.
-    """
-
-    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self._optimizers = list(optimizers)
-        self._held: list[list[_Pass]] = [[] for _ in optimizers]
-        self._backwards = self._pending = 0
-        self.found: dict[int, int] = {}
-
-    @property
-    def _is_on(self) -> bool:
-        return len(self._optimizers) > 1 and self._backwards < MAX_BACKWARDS
-
-    def on_backward(self, losses: Iterable[Tensor]) -> None:
-        if not self._is_on:
-            return
-        self._backwards += 1
-        owned = [owned_by(each) for each in self._optimizers]
-        bits = {id(p): 1 << n for n, parameters in enumerate(owned) for p in parameters}
-        now = _read([loss.grad_fn for loss in losses if loss.grad_fn is not None], bits)
-        for n, parameters in enumerate(owned):
-            if all(p.grad is None for p in parameters):
-                self._held[n].clear()
-            if now.reached >> n & 1:
-                through_n = (each.through.get(n, 0) & each.stepped & ~now.reached for each in self._held[n])
-                self._pending |= any(through_n) << n
-                self._held[n].append(now)
-
-    def on_zero_grad(self, owner: Optimizer | nn.Module) -> None:
-        if not self._is_on:
-            return
-        cleared = {id(p) for p in (owned_by(owner) if isinstance(owner, Optimizer) else owner.parameters())}
-        for n, each in enumerate(self._optimizers):
-            if cleared >= {id(p) for p in owned_by(each)}:
-                self._held[n].clear()
-                self._pending &= ~(1 << n)
-
-    def on_step(self, optimizer: Optimizer) -> None:
-        if not self._is_on or (n := next((n for n, o in enumerate(self._optimizers) if o is optimizer), None)) is None:
-            return
-        if self._pending >> n & 1:
-            self.found[n] = self.found.get(n, 0) + 1
-            self._pending &= ~(1 << n)
-        for each in (each for held in self._held for each in held):
-            each.stepped |= each.reached & 1 << n
-
-
-def _read(roots: Sequence[Node], bits: dict[int, int]) -> _Pass:
-    """Finds where weights meet values from another optimizer. Reads each node once, after the nodes behind it."""
-    behind: dict[Node, int] = {}
-    weights: set[Node] = set()
-    found = _Pass(0)
-    waiting: list[tuple[Node, bool]] = [(each, False) for each in roots]
-    while waiting and len(behind) < MAX_NODES:
-        node, is_ready = waiting.pop()
-        if node in behind:
-            continue
-        following = [each for each, _ in node.next_functions if each is not None]
-        if not is_ready:
-            waiting.append((node, True))
-            waiting += [(each, False) for each in following if each not in behind]
-            continue
-        behind[node] = bits.get(id(getattr(node, "variable", None)), 0)
-        if behind[node] or (type(node).__name__.startswith(_VIEWS) and weights.issuperset(following)):
-            weights.add(node)
-        for each in following:
-            behind[node] |= behind.get(each, 0)
-        for each in weights.intersection(following):
-            n = behind[each].bit_length() - 1
-            for other in following:
-                if other not in weights:
-                    found.through[n] = found.through.get(n, 0) | behind.get(other, 0) & ~(1 << n)
-    for each in roots:
-        found.reached |= behind.get(each, 0)
-    return found

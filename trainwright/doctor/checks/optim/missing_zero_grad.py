@@ -9,7 +9,6 @@ from trainwright.runs.records import Watched
     severity="critical",
     confidence=0.95,
     explains=(
-        "gradient.left_by_other_loss",
         "optim.lr_too_high",
         "gradient.exploding",
         "gradient.clip_always_active",
@@ -26,12 +25,15 @@ def missing_zero_grad(run: RunContext, latest: CallsFacts, exams: Every[CallsFac
     Exceptions: declared accumulation (`tw.watch(..., accumulation=8)`), and gradients that the loop writes itself
     before each update.
 
-    Usual cause: `optimizer.zero_grad()` is missing, or is called on another optimizer.
+    Usual cause: `optimizer.zero_grad()` is missing, or is called on another optimizer, or too early: a discriminator is
+    cleared after its step, and the backward pass of the generator leaves gradients in it.
 
     Looks like: gradient.accumulation_window_wrong, where only gradients from the end of an epoch are left.
 
     Fix: `optimizer.zero_grad()` once for each update, before the first `backward()`. With several optimizers each one
-    clears its own.
+    clears its own, right before its backward pass.
+
+    Sources: FoundationVision/OmniTokenizer#15, Lightning-AI/pytorch-lightning#557.
     """
     carried: dict[int, list[tuple[int, float]]] = {}
     by_step = {each.step: each for each in run.steps[1:]}
@@ -55,9 +57,9 @@ def missing_zero_grad(run: RunContext, latest: CallsFacts, exams: Every[CallsFac
             step,
             symptom=f"the gradients of earlier steps are in this update{of_one}, too",
             since_step=seen[0][0],
+            where=Where(module=latest.optimizers[number].module or None) if of_one else Where(),
             evidence=[
                 ("norm of gradients left from before the step", norm, 0.0),
-            where=Where(module=latest.optimizers[number].module or None) if of_one else Where(),
                 ("norm at the update", by_step[step].grad_norm),
             ],
         )
