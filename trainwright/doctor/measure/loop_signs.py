@@ -7,10 +7,9 @@ from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
 
 from trainwright.doctor.facts.loss import LossSign
-from trainwright.doctor.measure.tensors import is_reordered, leaves_among, nodes_behind
+from trainwright.doctor.measure.tensors import VIEW_NODES, is_reordered, leaves_among, made_by, nodes_behind
 from trainwright.recorder.callers import caller
 from trainwright.recorder.plain_tensors import is_plain
 from trainwright.recorder.plain_tensors import plain as dense
@@ -29,21 +28,8 @@ MAX_UNIFORM = 8192
 MIN_FEATURES = 32  # Minimum number of elements of a sample. With fewer, the mean is not far below the sum
 LEARNED_DEVIATIONS = ("ExpBackward0", "SoftplusBackward0", "SqrtBackward0")
 """Autograd nodes that make a standard deviation."""
-_VIEWS = ("View", "Squeeze", "Unsqueeze", "Reshape", "Select", "Slice", "Clone", "Alias", "UnsafeView", "Expand")
 Key = tuple[str, str, str | None]
 """The kind of a sign, the function, and the line."""
-
-
-def _made_by(tensor: Tensor, *names: str) -> bool:
-    """Returns True if the autograd node of a tensor, views skipped, has one of these names."""
-    node: Node | None = tensor.grad_fn
-    for _ in range(6):
-        if node is None or type(node).__name__.startswith(names):
-            return node is not None
-        if not type(node).__name__.startswith(_VIEWS) or not node.next_functions:
-            return False
-        node = node.next_functions[0][0]
-    return False
 
 
 def _is_bootstrapped(target: Tensor) -> bool:
@@ -58,7 +44,7 @@ def _is_bootstrapped(target: Tensor) -> bool:
         name = type(following[0]).__name__
         if name.startswith(("MaxBackward", "AmaxBackward", "GatherBackward")):
             return True
-        if not name.startswith(("Mul", *_VIEWS)):
+        if not name.startswith(("Mul", *VIEW_NODES)):
             return False
         following = [each for each, _ in following[0].next_functions if each is not None]
     return False
@@ -96,7 +82,7 @@ class UniformNoise:
             return False
         for noise, other in (tensors, tensors[::-1]):
             if plain in ("mul", "rmul") and noise in self._uniform:
-                is_learned = other.requires_grad and other.shape == noise.shape and _made_by(other, *LEARNED_DEVIATIONS)
+                is_learned = other.requires_grad and other.shape == noise.shape and made_by(other, *LEARNED_DEVIATIONS)
                 if is_learned or not other.requires_grad:
                     self._scaled[result] = is_learned
             elif plain in ("add", "radd") and noise in self._scaled:
@@ -104,7 +90,6 @@ class UniformNoise:
                     return True
                 self._is_mixed |= not self._scaled[noise] and other.shape == noise.shape
             elif plain in DISTANCES | {"sub", "rsub"} and noise in self._uniform and noise not in self._scaled:
-        self._grouped: dict[int, str | None] = {}  # line that groups this number of samples without a graph
                 return self._is_mixed and other.requires_grad and other.shape == noise.shape
         return False
 
@@ -119,6 +104,7 @@ class LoopSigns:
         self._device = torch.device("cpu")  # of the ratios
         self._random_state: Tensor | None = None  # at the end of the last examined step
         self._weights: list[tuple[Tensor, str | None]] = []  # of the samples in this step, with lines
+        self._grouped: dict[int, str | None] = {}  # line that groups this number of samples without a graph
         self.forget()
 
     def forget(self) -> None:
@@ -193,7 +179,7 @@ class LoopSigns:
             or not prediction.dim()
         ):
             return
-        is_attached = _made_by(prediction, "GatherBackward", "IndexBackward") and _is_bootstrapped(target)
+        is_attached = made_by(prediction, "GatherBackward", "IndexBackward") and _is_bootstrapped(target)
         if is_attached:  # a separate target network is not trained by this loss
             one, other = (leaves_among(nodes_behind([each.grad_fn])) for each in (prediction, target) if each.grad_fn)
             is_attached = bool(one & other)

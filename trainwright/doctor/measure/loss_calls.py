@@ -11,7 +11,6 @@ from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
@@ -19,7 +18,7 @@ from trainwright.checkpoint.snapshot import LiveObjects
 from trainwright.checkpoint.transforms import innermost_transform
 from trainwright.doctor.facts.loss import Broadcast, LossFacts, LossSign, MeasuredLoss, TermFacts, TermsFacts
 from trainwright.doctor.measure.loop_signs import LoopSigns
-from trainwright.doctor.measure.tensors import leaves_among, nodes_behind
+from trainwright.doctor.measure.tensors import leaves_among, made_by, nodes_behind
 from trainwright.recorder.callers import caller
 from trainwright.recorder.gradients import owned_by
 from trainwright.recorder.pausable import without_modes
@@ -52,22 +51,6 @@ BOUNDS = {
     "SoftplusBackward0": ("softplus", 0.0, math.inf),
 }
 """Functions with bounded values as (name, lower bound, upper bound), by the name of their autograd node."""
-_VIEW_NODES = (
-    "View", "Squeeze", "Unsqueeze", "Reshape", "Permute", "Slice", "Select", "Transpose", "TBackward", "ToCopy",
-    "Clone", "Alias", "UnsafeView", "Index", "Expand",
-)  # fmt: skip
-
-
-def made_by(x: Tensor, names: tuple[str, ...]) -> Node | None:
-    """Returns the autograd node that computed ``x``, apart from views and copies, if it has one of these names."""
-    node = x.grad_fn
-    for _ in range(8):
-        if node is None or type(node).__name__ in names:
-            return node
-        if not type(node).__name__.startswith(_VIEW_NODES) or not node.next_functions:
-            return None
-        node = node.next_functions[0][0]
-    return None
 
 
 def is_simplex(x: Tensor, dim: int) -> bool:
@@ -421,7 +404,7 @@ class LossCalls:
                 self._record_gradient(site, result)
         for one, other in ((a, b), (b, a)):
             node = other.grad_fn
-            if made_by(one, ("GatherBackward0",)) is None or type(node).__name__ not in (
+            if made_by(one, "GatherBackward0") is None or type(node).__name__ not in (
                 "SubBackward0",
                 "RsubBackward1",
             ):
@@ -479,7 +462,7 @@ class LossCalls:
             if name in ("cross_entropy", "nll_loss", "ctc_loss", "kl_div") or name in SOFTMAXES:
                 fixed["simplex"] = is_simplex(x, class_dim(name, x, args, kwargs))
             if name == "binary_cross_entropy_with_logits":
-                fixed["squashed"] = made_by(x, ("SigmoidBackward0", "SoftmaxBackward0")) is not None
+                fixed["squashed"] = made_by(x, "SigmoidBackward0", "SoftmaxBackward0") is not None
             if fixed.get("simplex") or fixed.get("squashed"):
                 fixed["made_in"], fixed["made_at"] = self._maker(x)
             if name == "softmax" and not fixed["simplex"]:
@@ -496,7 +479,7 @@ class LossCalls:
         """Returns (module path, line) of the softmax or sigmoid whose result, or a view of it, is ``x``."""
         if x in self._probabilities:
             return self._probabilities[x]
-        wanted = made_by(x, ("SigmoidBackward0", "SoftmaxBackward0"))
+        wanted = made_by(x, "SigmoidBackward0", "SoftmaxBackward0")
         matching = (made for each, made in self._probabilities.tensors() if each.grad_fn is wanted is not None)
         return next(matching, (self._last if wanted is not None else None, None))
 
@@ -553,7 +536,7 @@ class LossCalls:
                 "shuffled": loss.of_shuffled(),
                 "varies": loss.varies(),
             }
-            made = made_by(x, tuple(BOUNDS))
+            made = made_by(x, *BOUNDS)
             if made is not None:
                 bound, low, high = BOUNDS[type(made).__name__]
                 site.fixed["bound"] = bound

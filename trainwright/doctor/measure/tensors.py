@@ -73,3 +73,21 @@ def is_reordered(old: Sequence[int], new: Sequence[int]) -> bool:
             moved = sorted({size for size, now in zip(one, other) if size != now})
             return all(b - a > 1 for a, b in pairwise(moved))
     return False
+
+
+VIEW_NODES = (
+    "View", "Squeeze", "Unsqueeze", "Reshape", "Permute", "Slice", "Select", "Transpose", "TBackward", "ToCopy",
+    "Clone", "Alias", "UnsafeView", "Index", "Expand",
+)  # fmt: skip
+
+
+def made_by(tensor: Tensor, *names: str) -> Node | None:
+    """Returns the autograd node that computed a tensor, apart from views and copies, if its name begins so."""
+    node = tensor.grad_fn
+    for _ in range(8):
+        if node is None or type(node).__name__.startswith(names):
+            return node
+        if not type(node).__name__.startswith(VIEW_NODES) or not node.next_functions:
+            return None
+        node = node.next_functions[0][0]
+    return None
