@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from trainwright.checkpoint.names import named_modules, named_parameters
 from trainwright.doctor.facts.layers import ModulesFacts, OutputSpread, RepeatedModule, TokenTable
-from trainwright.doctor.measure.tensors import leaves_among, nodes_behind
+from trainwright.doctor.measure.tensors import leaves_among, nodes_behind, sampled
 from trainwright.recorder.calls import Hook, is_compiled
 from trainwright.recorder.gradients import owned_by
 from trainwright.recorder.listener import has_listeners
@@ -178,7 +178,7 @@ class Modules(ModuleProbe):
         self._noisy: Counter[str] = Counter()
         self._learning: set[str] = set()
         self._drifting: Counter[str] = Counter()
-        self._versions: dict[str, int] = {}
+        self._first_values: dict[str, Tensor] = {}
         self._lists = {p: m for p, m in self.modules.items() if isinstance(m, nn.ModuleList | nn.Sequential)}
         self._repeats = {id(m) for each in self._lists.values() for m, n in _entries(each).items() if n > 1}
         self._made: dict[str, set[Node]] = {}  # nodes of the outputs of repeated modules in this pass
@@ -302,8 +302,7 @@ class Modules(ModuleProbe):
             table.ids = table.before = None
         for path in {*self._noisy, *self._drifting}:
             if (frozen := self._frozen_around(path)) is not None:
-                first = next(self.modules[frozen].parameters())
-                self._versions.setdefault(frozen, first._version)
+                self._first_values.setdefault(frozen, _first_values(self.modules[frozen]))
         if self.looks == 1:
             self._examine_others()
 
@@ -314,11 +313,11 @@ class Modules(ModuleProbe):
             drops = any(isinstance(m, _DropoutNd) and m.training and m.p > 0 for m in module.modules())
             if id(module) in known or not drops or not self._is_frozen(module):
                 continue
-            kind, version = type(module).__name__, next(module.parameters())._version
+            kind, first = type(module).__name__, _first_values(module)
 
-            def called(module: nn.Module, args: Args, kind: str = kind, version: int = version) -> None:
+            def called(module: nn.Module, args: Args, kind: str = kind, first: Tensor = first) -> None:
                 is_used = has_listeners() and module.training and not torch.is_grad_enabled() and self.is_looking
-                if is_used and next(module.parameters())._version == version and kind not in self._others:
+                if is_used and kind not in self._others and torch.equal(_first_values(module), first):
                     self._others.append(kind)
 
             self._open_for_good.append(module.register_forward_pre_hook(Hook(module, called)))
@@ -340,12 +339,9 @@ class Modules(ModuleProbe):
 
     def _around_all(self, paths: set[str]) -> tuple[str, ...]:
         """Returns the frozen modules around ``paths`` whose weights have not moved since their first observation."""
-        around = {frozen for path in paths if (frozen := self._frozen_around(path)) in self._versions}
-        return tuple(
-            sorted(
-                p for p in around if p is not None and next(self.modules[p].parameters())._version == self._versions[p]
-            )
-        )
+        around = {frozen for path in paths if (frozen := self._frozen_around(path)) in self._first_values}
+        first = self._first_values
+        return tuple(sorted(p for p in around if p and torch.equal(_first_values(self.modules[p]), first[p])))
 
     def facts(self) -> ModulesFacts | None:
         if not self.looks or self._told == self.looks:
@@ -445,3 +441,8 @@ def _table_facts(path: str, table: _Table) -> TokenTable:
         used=len({*table.zeroed} | table.alive),
         decayed=len(always & table.decayed),
     )
+
+
+def _first_values(module: nn.Module) -> Tensor:
+    """Returns some values of its first weight. A loop may assign to ``data``, so the version counter may not change."""
+    return sampled(next(module.parameters()), 64)
