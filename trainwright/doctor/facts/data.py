@@ -63,6 +63,19 @@ class RowsFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SplitsFacts:
+    """Columns of the first input of the newest evaluation."""
+
+    experiment: ClassVar[str] = "splits"
+    rows: int = 0  # Evaluated rows
+    columns: int = 0  # Columns that vary
+    standardized: int = 0  # Columns with mean 0 and deviation 1 over exactly these rows
+    gapless: int = 0  # Columns of codes that have no gap and end before those of training
+    gaps: float = 0.0  # Number of gaps in these columns that the frequencies of training predict
+    source: str | None = None  # Line that calls the model
+
+
+@dataclass(frozen=True, kw_only=True)
 class EmptyLoader:
     """A loader that yielded no batch in any of its ``epochs``. ``samples`` and ``length`` are None if unknown."""
 

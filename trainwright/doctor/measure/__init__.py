@@ -28,6 +28,7 @@ from trainwright.doctor.measure.ranks.probe import make_ranks_probe
 from trainwright.doctor.measure.rows import InputRows
 from trainwright.doctor.measure.samples import StoredSamples
 from trainwright.doctor.measure.schedule import Schedules
+from trainwright.doctor.measure.splits import Splits
 from trainwright.doctor.measure.tokens import Targets
 from trainwright.doctor.measure.unmoved import Heads, Statistics, UnmovedEvaluations
 from trainwright.doctor.measure.updates import again, batch_steps, update
@@ -66,6 +67,7 @@ LIVE_LOOP_LISTENERS: tuple[Callable[[WatchedObjects], Probe | None], ...] = (
     Moments,
     StoredSamples,
     Scaler,
+    Splits,
     Steadiness,
     UnmovedEvaluations,
 )

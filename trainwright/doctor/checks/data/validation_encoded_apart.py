@@ -1,0 +1,50 @@
+from trainwright.doctor import NotApplicable, Results, RunContext, Where, check
+from trainwright.doctor.facts.data import RowsFacts, SplitsFacts
+
+MIN_COLUMNS = 4
+MAX_SHARED_FRACTION = 0.05  # Fraction of the evaluated rows that may be training rows
+MIN_EXPECTED_GAPS = 8.0
+
+
+@check(points_at=("dataset", "loader"), stage="input", confidence=0.85)
+def validation_encoded_apart(run: RunContext, facts: SplitsFacts) -> Results:
+    """The scaler or the category codes were made anew for the validation data, not taken from the training data.
+
+    Why it matters: the same value has another meaning there, so the validation loss says nothing about the model.
+
+    How it is detected: in nine of ten columns of the evaluated inputs the mean is 0 to 1e-5 and the deviation is 1 over
+    exactly these rows. With the statistics of the training set the mean would be off by about 1 / sqrt(rows). Codes of
+    categories are 0, 1, 2, ... without a gap and end before those of training, although the frequencies of training
+    predict eight or more codes that do not occur.
+
+    Exceptions: an evaluation of training rows; fewer than 32 rows or, of numbers, fewer than 4 columns.
+
+    Usual cause: `scaler.fit_transform(x_val)`, or `astype("category").cat.codes` for each split on its own.
+
+    Looks like: data.unnormalised_input.
+
+    Fix: `scaler.fit(x_train)` once, then `scaler.transform(x_val)`; one `CategoricalDtype` or vocabulary for all.
+
+    Sources: deepchem/deepchem#51, gzerveas/mvts_transformer#26, weecology/DeepForest PR 1147.
+    """
+    rows = run.latest(RowsFacts)
+    evaluated = rows.evaluated if rows is not None else None
+    if evaluated is None or evaluated.shared > MAX_SHARED_FRACTION * evaluated.distinct:
+        yield NotApplicable("no rows are evaluated that were not trained on")
+        return
+    if facts.columns >= MIN_COLUMNS and facts.standardized >= 0.9 * facts.columns:
+        yield run.finding(
+            symptom=f"{facts.standardized} of {facts.columns} columns of the validation data are standardized by their "
+            f"own mean and deviation: they are 0 and 1 over exactly {facts.rows} rows",
+            cause="the scaler was fitted on the validation data, not on the training data",
+            where=Where(shown_at=facts.source),
+            evidence=[("columns with mean 0 and deviation 1", facts.standardized, 0)],
+        )
+    elif facts.gaps >= MIN_EXPECTED_GAPS:
+        yield run.finding(
+            symptom=f"the codes of {facts.gapless} columns of the validation data have no gap and end before those of "
+            "training: they were made from the validation data",
+            cause="the category codes of the validation data differ from those of training: each split has its own",
+            where=Where(shown_at=facts.source),
+            evidence=[("codes that should be missing, by the frequencies of training", round(facts.gaps, 1), 0)],
+        )
