@@ -166,6 +166,8 @@ class EpochHistory:
             return
         length = min(len(epoch.marks), len(before.marks))
         equal = next((n for n in range(length) if epoch.marks[n] != before.marks[n]), length)
+        if epoch.batches - epoch.trained >= equal > 0:
+            return  # a resumed epoch: the batches before its begin were read again and skipped
         facts: Facts = {"batches": length, "equal": equal, "samples": epoch.samples, "ascending": epoch.ascending}
         facts |= {"whole": whole, **_order_of(epoch.loader)}
         self.repeats = [*[each for each in self.repeats if each["whole"]][-7:], facts]

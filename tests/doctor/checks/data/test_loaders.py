@@ -26,6 +26,21 @@ def epochs(loader: DataLoader[Any], number: int, batches: int | None = None) -> 
     return itertools.chain.from_iterable(itertools.islice(loader, batches) for _ in range(number))
 
 
+def resumed(*, skipped: int) -> Batches:
+    """The first 4 batches of an epoch, and after a restart with the same order those behind ``skipped``."""
+    order = torch.Generator()
+    loader = DataLoader(TensorDataset(X, Y), 16, shuffle=True, generator=order)
+    for begin in (0, skipped):
+        order.manual_seed(1)
+        yield from itertools.islice(loader, begin, begin + 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("skipped", "codes"), [(0, ["data.same_order_every_epoch"]), (4, [])])
+def test_an_epoch_that_is_resumed_skips_its_batches(skipped: int, codes: list[str]) -> None:
+    assert [each for each in warned(trained(resumed(skipped=skipped))) if "order" in each] == codes
+
+
 def weighted(weights: Tensor) -> Batches:
     sampler = WeightedRandomSampler(weights.tolist(), 128)
     return epochs(DataLoader(TensorDataset(X, Y), 16, sampler=sampler), 5)
