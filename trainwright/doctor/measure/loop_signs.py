@@ -82,7 +82,7 @@ class UniformNoise:
             return False
         for noise, other in (tensors, tensors[::-1]):
             if plain in ("mul", "rmul") and noise in self._uniform:
-                is_learned = other.requires_grad and other.shape == noise.shape and made_by(other, *LEARNED_DEVIATIONS)
+                is_learned = other.shape == noise.shape and made_by(other, *LEARNED_DEVIATIONS) is not None
                 if is_learned or not other.requires_grad:
                     self._scaled[result] = is_learned
             elif plain in ("add", "radd") and noise in self._scaled:
@@ -179,7 +179,7 @@ class LoopSigns:
             or not prediction.dim()
         ):
             return
-        is_attached = made_by(prediction, "GatherBackward", "IndexBackward") and _is_bootstrapped(target)
+        is_attached = bool(made_by(prediction, "GatherBackward", "IndexBackward")) and _is_bootstrapped(target)
         if is_attached:  # a separate target network is not trained by this loss
             one, other = (leaves_among(nodes_behind([each.grad_fn])) for each in (prediction, target) if each.grad_fn)
             is_attached = bool(one & other)
