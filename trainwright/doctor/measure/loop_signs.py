@@ -200,7 +200,10 @@ class LoopSigns:
         self._note_reductions(step, terms_of(step))
 
     def _note_groups(self, step: RecordedStep, weights: Tensor, line: str | None) -> None:
-        """Records whether advantages were normalised over consecutive samples, and samples of a prompt are apart."""
+        """Records whether advantages were normalised over consecutive samples, and samples of a prompt are apart.
+
+        Synchronizes with the device, in the first steps with such a product.
+        """
         inputs = [each for each in _inputs_of(step) if each.dim() and len(each) == len(weights)]
         if not inputs or len(weights) < 4:
             return

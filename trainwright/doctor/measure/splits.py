@@ -38,7 +38,7 @@ class Splits(Probe):
         if self._steps >= EVERY_STEP_UNTIL if is_training else len(passes) >= MAX_PASSES:
             return
         given = [each.detach() for each in plain(tensors_of((args, kwargs), 3))]
-        x = next((each for each in given if each.dim() == 2 and len(each) > 1 and each.dtype != torch.bool), None)
+        x = next((each for each in given if each.dim() == 2 and len(each) > 1 and not each.is_complex()), None)
         if x is None or x.shape[1] > (MAX_COLUMNS if x.is_floating_point() else MAX_CODED_COLUMNS):
             return
         if not is_training:
@@ -87,7 +87,9 @@ def _moments(x: Tensor) -> Tensor:
 def _counts(x: Tensor) -> Tensor:
     """Returns the counts (columns, codes). The last code stands for all larger ones."""
     places = x.long().clamp(0, MAX_CODES - 1) + MAX_CODES * torch.arange(x.shape[1], device=x.device)
-    return torch.bincount(places.flatten(), minlength=MAX_CODES * x.shape[1]).view(-1, MAX_CODES)
+    counts = torch.zeros(MAX_CODES * x.shape[1], dtype=torch.int64, device=x.device)
+    one = torch.ones((), dtype=torch.int64, device=x.device)
+    return counts.index_put_((places.flatten(),), one, accumulate=True).view(-1, MAX_CODES)  # bincount synchronizes
 
 
 def _of_moments(total: Tensor, source: str | None) -> SplitsFacts:
