@@ -26,7 +26,10 @@ Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders.
 @verb()
 def report(
     runs: Runs,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="The file. Default: in the run folder.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The file. Default: in the run folder, or here for several runs."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Write a run, or several side by side, as one self-contained HTML file."""
@@ -76,7 +79,11 @@ def serve(
 @verb()
 def profile(
     recipe: Annotated[
-        Path, typer.Argument(metavar="RECIPE|RUN|MODULE:FUNCTION", help="A recipe, a run, or a function as for check.")
+        Path,
+        typer.Argument(
+            metavar="RECIPE|RUN|MODULE:FUNCTION",
+            help="A recipe, a run folder, or a function that returns (model, data, loss, optimizer).",
+        ),
     ],
     seconds: Annotated[float, typer.Option(min=0.05, help="Seconds of timing at full speed.")] = 1.0,
     budget: Annotated[str, typer.Option(metavar="TIME", help="Time for trying remedies; 0s tries none.")] = "60s",

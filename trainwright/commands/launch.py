@@ -67,7 +67,7 @@ class JobFile:
     exit_code = 0
 
     def lines(self) -> list[str]:
-        """Return the lines of the file, or if it was written its path and the command that submits it."""
+        """Return the lines of the file. If it was written, return its path and the command that submits it instead."""
         return self.text.splitlines() if self.path is None else [str(self.path), f"  {self.submit} {self.path}"]
 
     def to_json(self) -> dict[str, object]:
@@ -242,8 +242,8 @@ def kubernetes_job(
         ],
         **limits,
     }
-    # If the check fails, the pod fails, and the next pod may be placed on another node. It needs the same resources,
-    # because only containers with a GPU can see the driver.
+    # If the check fails, the pod fails, and the next pod may be placed on another node. The init container needs the
+    # same resources as the main one, because only containers with a GPU can see the driver.
     init = {"name": "env", "image": image, "command": [CONTAINER, *check], **limits}
     pod = {
         "restartPolicy": "Never",
@@ -290,7 +290,7 @@ def kubernetes_job(
             },
         },
     ]
-    head = f"# {name}: made by `trainwright launch kubernetes`. One pod a node, which is torchrun.\n"
+    head = f"# {name}: made by `trainwright launch kubernetes`. Each pod runs one torchrun.\n"
     return JobFile(head + write_all(documents), "kubectl apply -f")
 
 

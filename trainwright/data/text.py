@@ -126,7 +126,7 @@ class CharText(Dataset[tuple[Tensor, Tensor]]):
         return counts.reshape(self.classes, self.classes)
 
     def content_sha256(self) -> str:
-        """Return a hash of everything that determines the items: split, vocabulary, block size, stride."""
+        """Return a hash of everything that determines the items: ids of the split, vocabulary, block size, stride."""
         facts = repr((self.vocabulary, self.sample_tokens, self.stride, len(self._ids)))
         digest = hashlib.sha256(facts.encode("utf-8", "surrogatepass"))
         digest.update(self._ids.numpy().tobytes())
@@ -137,7 +137,10 @@ def _check(split: str, block_size: int, val_share: float, stride: int) -> None:
     if split not in ("train", "val"):
         raise UsageError(f'split must be "train" or "val"; got {split!r}', remedy='try split="train"')
     if block_size < 1 or stride < 0:
-        raise UsageError(f"block_size={block_size} and stride={stride} are counts", remedy="try block_size=64")
+        raise UsageError(
+            f"block_size and stride are counts, at least 1 and 0; got {block_size} and {stride}",
+            remedy="try block_size=64",
+        )
     if not 0 <= val_share < 1:
         raise UsageError(f"val_share must be in [0, 1); got {val_share}", remedy="try val_share=0.1")
 

@@ -57,7 +57,10 @@ class Tokens(Dataset[object]):
         vocab_size: int | None = None,
     ) -> None:
         if block_size < 1 or stride < 0:
-            raise UsageError(f"block_size={block_size} and stride={stride} are counts", remedy="try block_size=1024")
+            raise UsageError(
+                f"block_size and stride are counts, at least 1 and 0; got {block_size} and {stride}",
+                remedy="try block_size=1024",
+            )
         self._ids = _mapped(Path(path).expanduser(), dtype)
         self.sample_tokens = block_size
         self.stride = stride or block_size

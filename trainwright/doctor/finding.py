@@ -112,7 +112,7 @@ def line_of_stage(found: Found, calls: Calls) -> str | None:
 
 
 def in_words(module: str | None) -> str:
-    """Returns words for a module: "" is the full model; None, outside of modules, is the loss."""
+    """Returns words for a module: "" is the full model. None stands for code outside of all modules: the loss."""
     return "the loss" if module is None else module or "the model itself"
 
 

@@ -43,7 +43,7 @@ ORDINARY_EVENTS = {"zero_grad", "forward", "backward", "clip", "step"}
 
 @dataclass(frozen=True)
 class StepInputs:
-    """The inputs of a step: its batch, and the states of the generators at its begin."""
+    """The inputs of a step: its batch, and the states of the generators at its beginning."""
 
     state: TrainState
     batch: StepBatch
@@ -102,7 +102,7 @@ class StepTemplate:
         return cls(zeros, clip, tuple(events), values, step.trained, step.num_bytes, size, step.program)
 
     def step(self, step: DeferredStep, recorder: LoopRecorder) -> RecordedStep:
-        """Returns a step like this one. ``recorder`` has the events since the last step."""
+        """Returns the record of a deferred ``step``, made from this template and the events of ``recorder``."""
         inputs, result, groups = step
         clip, events, norm = self.clip, self.events, result.grad_norm
         known: Tensor | float = norm
@@ -130,7 +130,10 @@ class StepTemplate:
 
 
 class DeferredRecorder:
-    """Records the programs of deferred steps. The live objects must have the state of an earlier step."""
+    """Records the programs of deferred steps by repeating their passes on the live objects.
+
+    The caller sets the live objects to a snapshot from before these steps, and restores them afterwards.
+    """
 
     def __init__(self, roots: Sequence[nn.Module], optimizers: Sequence[Optimizer], passes: Passes) -> None:
         self._roots, self._passes = roots, passes

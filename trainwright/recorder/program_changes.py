@@ -33,9 +33,9 @@ EARLY, EVERY = 64, 16
 class ProgramChanges(Probe):
     """Compares the program of each step with those of earlier steps.
 
-    A program consists of the operations of the tape, the nodes of the autograd graph behind the losses, the calls that
-    make and change gradients, the number of writes to each parameter, the modes of the modules, and whether the
-    learning rate is 0. A step with a new program gets the value ``changed``.
+    A program consists of the recorded operations between outputs and loss, the nodes of the autograd graph behind the
+    losses, the calls that make and change gradients, the number of writes to each parameter, the modes of the modules,
+    and whether the learning rate is 0. A step with a new program gets the value ``changed``.
     """
 
     name = "program_changes"

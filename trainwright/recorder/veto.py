@@ -32,9 +32,9 @@ class Veto:
 
     A vetoed optimizer finds no gradients, so it changes nothing. Afterwards the gradients are restored, and so are
     buffers that the forward pass has changed. On a GPU, a fused optimizer takes the veto on the device (``found_inf``,
-    the contract of torch's GradScaler) unless spikes are skipped too. For any other optimizer the host waits for the
-    device at the update. The optimizers ``together`` step as one: the norm is over the gradients of all of them.
-    Sharded parameters are never vetoed by one process, because the other processes would continue.
+    the contract of torch's GradScaler), except with 16-bit weights or if ``on_spike`` is not ``warn``. Otherwise the
+    host waits for the device at the update. The optimizers ``together`` step as one: the norm is over the gradients of
+    all of them. Sharded parameters are never vetoed by one process, because the other processes would continue.
     """
 
     def __init__(
@@ -66,8 +66,8 @@ class Veto:
                 guard.keep(root)
 
     def before_update(self, step: RecordedStep, optimizer: Optimizer, left_by_clip: float | None = None) -> None:
-        """Decides on an update. ``left_by_clip`` is the gradient norm after a clip just before it, if the clip covered
-        all gradients.
+        """Decides on an update. ``left_by_clip`` is the norm of the clipped gradients, if a clip by norm was the last
+        event and its norm is on the host.
         """
         norm, counts = self._norm(step.step, optimizer, left_by_clip)
         step.values["grads"], trained = counts, (id(optimizer), counts[0])
@@ -99,7 +99,7 @@ class Veto:
     def _norm(self, step: int, optimizer: Optimizer, by_clip: float | None) -> tuple[Tensor | float, list[int]]:
         """Returns the norm, with the number of gradients and of parameters.
 
-        It is measured in the first 64 steps and in every 16th, which may be examined.
+        It is measured in the first 64 steps and then in every 16th, because these steps may be examined.
 
         In other steps, the norm after a clip is used if the last measurement agreed with the clip to half of the
         dtype's digits, for the same number of gradients: then the clip covers all gradients. A measurement takes 1 % of

@@ -40,8 +40,8 @@ def deaths_in(records: Sequence[Record], step: int, dead: Sequence[int]) -> list
     """Return what the log contains about the processes ``dead`` (pids), which died in ``step`` in a row; oldest first.
 
     The result may have fewer deaths than ``dead``, because a process that dies while it starts is not in the log.
-    Processes in containers may have the same pid. So the search ends, backwards, at a process that ended well or got
-    past ``step``.
+    Processes in containers may have the same pid, so the search goes backwards and ends at a process that ended well
+    or got past ``step``.
     """
     sessions: list[tuple[Started, list[Record]]] = []
     for record in records:
@@ -64,7 +64,9 @@ def deaths_in(records: Sequence[Record], step: int, dead: Sequence[int]) -> list
 def write_bundle(
     folder: RunFolder, step: int, checkpoint: Path | None, records: Sequence[Record], deaths: Sequence[Death]
 ) -> Path:
-    """Write ``bundles/step-XXXXXXXX/``: everything needed to run ``step`` again. Hard links protect it from retention.
+    """Write ``bundles/step-XXXXXXXX/``: everything needed to run ``step`` again.
+
+    Hard links keep the checkpoint's files when the run deletes old checkpoints.
 
     checkpoint/     the files of the checkpoint that the run would resume from; empty when there is none
     recipe.yaml, plan.json, error.txt (if there is one)
@@ -115,7 +117,7 @@ def require_no_crash_loop(
     accept: Sequence[str],
     again: Callable[[Sequence[str]], str],
 ) -> None:
-    """Write a bundle and raise UsageError if the last processes of a run died in the same step, unless by chance.
+    """Write a bundle and raise UsageError if the last processes of a run died in one step and not by chance.
 
     ``checkpoint`` is the checkpoint from which the run would resume. ``again`` returns the command that starts the run
     with the ``accept`` values passed to it.

@@ -121,7 +121,7 @@ class Measurements:
 
     Attributes:
         reading: The time that a step waits for its data.
-        evaluation_cost: Time of an evaluation, and its number of batches.
+        evaluation_cost: Seconds per batch of an evaluation, and the number of batches of the last evaluation.
         peak_samples_s: Samples per second of all ranks together at the peak rate of their devices.
     """
 
@@ -332,7 +332,7 @@ def step_graphs(
 
 
 MIN_MEMORY_HEADROOM_RATIO = 16
-"""Memory limit / planned memory above which a fragmented heap does not reach the limit."""
+"""Free memory / planned memory above which a fragmented heap is assumed not to reach a memory limit."""
 
 Say = Callable[[str], None]
 
@@ -396,7 +396,7 @@ def prepare(
     launch: Launch = ALONE,
     say: Say = lambda _line: None,
 ) -> Job:
-    """Build and plan a run and do a dry run. Nothing is trained, and the random generators are unchanged.
+    """Build and plan a run and do a dry run. Nothing is trained. Seeds or restores the random generators.
 
     With several ranks, the first one decides. The batch of the dry run is the first one to be trained on, because a
     stream is read only once. Measurements and choices of an ``earlier`` part of the run are kept, because other ones
@@ -673,7 +673,7 @@ def _packing_notes(loaded: Loaded, made: MadeRun, first: StepBatch, world: World
         # ranks that divide the weights call the model together, so all of them compare the samples of the first rank
         found = require_isolated(made.live.state.model, from_first_rank(world, data) if is_divided else data)
     fill = getattr(made.parts.train.dataset, "fill", None)
-    rows = "" if fill is None else f", {fill:.0%} of the rows are tokens"
+    rows = "" if fill is None else f", tokens fill {fill:.0%} of the rows"
     yield Note("packing", f"{packing.by}{rows}", f"samples do not see each other: {found.lines()[-1]}")
 
 
@@ -729,7 +729,7 @@ def _resolve(loaded: Loaded, parts: Parts | None, earlier: Earlier | None, memor
 
 
 PLAIN_MEAN_NOTE = (
-    "the loss returns a plain mean; tw.Loss(total, weight) counts exactly where padding or targets are ignored"
+    "the loss returns a plain mean; if it ignores padding or targets, return tw.Loss(total, weight), which is exact"
 )
 
 
@@ -777,7 +777,7 @@ def measure(job: Job, data: OpenedData, facts: RunFacts, kept: ResumedValues, as
         data: The opened training data.
         facts: Facts about model, data and machine that the plan was made from.
         kept: The values that a resumed run keeps from its earlier plan.
-        asked: The precision in the recipe; None if it is not set.
+        asked: The precision in the recipe, None if it is not set; in a resumed run the one that was decided.
     """
     if job.world.rank > 0 and not job.divides_weights:
         return job
@@ -878,7 +878,7 @@ def _with_dry_run(job: Job, facts: RunFacts, first: StepBatch, asked: str | None
     except NotIsolated as error:
         why = f"the dry run would leave a trace: {error}"
     if not together.least(int(not why)):
-        none = f"{why or 'another rank makes none'}; no times, no first loss"
+        none = f"{why or 'another rank cannot do one'}; no times, no first loss"
         return DryRunPlan(_without_dry_run(job.plan, facts, asked, Note("dry run", "none", none)))
     plan = from_first_rank(together, tried)  # the times of ranks that compute together differ
     if job.divides_weights:

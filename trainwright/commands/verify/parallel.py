@@ -35,11 +35,11 @@ from trainwright.runs.shapes import PlanFile, read_as
 from trainwright.training.job import prepare
 
 EPS = {"fp32": 2.0**-23, "tf32": 2.0**-10, "bf16": 2.0**-8, "fp16": 2.0**-10, "fp8": 2.0**-4, "mxfp8": 2.0**-4}
-"""Machine epsilon of the arithmetic of the forward pass."""
+"""Machine epsilon of the arithmetic of the forward pass. For bf16, fp8 and mxfp8 half of it (the unit roundoff)."""
 MAX_STANDARD_DEVIATIONS = 4
 """Maximum rounding error in standard deviations. 1 of 1,500 independent errors has more, see ``rounding``."""
 MAX_CONTROL_RATIO = 8
-"""Maximum distance of the layout / distance of the control run. The layout adds in yet another order."""
+"""Maximum of (distance of the ranks / distance of the control run). The ranks sum in yet another order."""
 MAX_ROUNDING_DISTANCE = 0.01
 """Relative distance of the control run above which the cause is not rounding but, for example, batch statistics."""
 
@@ -50,7 +50,10 @@ ALONE_SETTINGS = [f"parallel.{axis}=1" for axis in AXES if axis != "replicate"]
 
 @dataclass(frozen=True)
 class Sums:
-    """The sums on the longest path from inputs to loss: the terms of all sums together, and the number of layers."""
+    """The size of the sums between inputs and loss, as if all weights were in one chain.
+
+    ``terms`` is the number of terms of all sums together, ``layers`` the number of weights with 2 or more dimensions.
+    """
 
     terms: int
     layers: int
@@ -65,7 +68,7 @@ class Sums:
 
 
 def rounding(sums: Sums, precision: str) -> float:
-    """Return the relative distance that two orders of the same sums may have.
+    """Return the largest relative difference that rounding explains if the same sums are computed in two orders.
 
     Sums of n terms with independent rounding are with probability 1 - 2 exp(-d^2 / 2) within d sqrt(n) eps / 2 of their
     value if nothing cancels (Higham & Mary, "A new approach to probabilistic rounding error analysis", SIAM J. Sci.
@@ -97,7 +100,8 @@ class LayoutProof:
     """The result. ``found`` is the distance of the ranks to one process, ``allowed`` the distance that rounding
     explains.
 
-    If ``exact``, both were run with ``parallel.exact`` and must have the same bits. ``speed_up`` compares median steps.
+    If ``exact``, both were run with ``parallel.exact`` and must have the same bits. ``speed_up`` is the median step
+    time of one process / that of the ranks.
     """
 
     recipe: Path
@@ -145,7 +149,7 @@ class RunRanks(Protocol):
 def by_torchrun(words: Sequence[str], ranks: int, _folder: Path) -> tuple[int, str]:
     """Run ranks by torchrun, as the command line does."""
     more = ["--", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}  # the same on both sides
+    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}  # as torchrun sets it
     command = [sys.executable, "-m", "trainwright", *words, *more]
     done = subprocess.run(
         command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
@@ -164,8 +168,8 @@ def verify_parallel(
 ) -> LayoutProof:
     """Train the first ``steps`` in one process, in one with smaller micro-batches, and on ``ranks``, and compare them.
 
-    The second run shows the effect of rounding alone. A model that draws random numbers (dropout) is compared with
-    ``parallel.exact``, because the ranks would draw different ones.
+    The second run shows the effect of rounding alone. If the model draws random numbers (dropout), there is no second
+    run, and the others use ``parallel.exact``, because the ranks would otherwise draw different numbers.
 
     Raises the user's errors, and UsageError for a model that uses statistics of its micro-batch, such as one with
     BatchNorm.
@@ -225,7 +229,9 @@ class _Layouts:
                 remedy="turn dropout off: --set model.args.dropout=0, or use parallel.replicate only",
             )
         self.say(
-            "the model draws random numbers: comparing with parallel.exact" if exact else "the model draws no numbers"
+            "the model draws random numbers: all runs use parallel.exact"
+            if exact
+            else "the model draws no random numbers: rounding is allowed"
         )
         slices = ["parallel.exact=true", *self._smaller(self.ranks)] if exact else []
         alone = self._trained("one process", 1, *slices)
@@ -266,7 +272,7 @@ class _Layouts:
             last = [line for line in printed.splitlines() if line.strip()][-12:]
             text = "\n  ".join(last)
             error = TrainwrightError(
-                f"the run of {what} ended with {code}:\n  {text}", remedy="fix the error that it reports"
+                f"the run of {what} ended with exit code {code}:\n  {text}", remedy="fix the error that it reports"
             )
             error.exit_code = code if code in (1, 2) else 1
             raise error

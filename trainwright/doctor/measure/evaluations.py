@@ -20,12 +20,12 @@ from trainwright.recorder.probes import Probe, WatchedObjects, WatchSite
 from trainwright.recorder.program import RecordedStep, tensors_of
 from trainwright.recorder.user_types import Args, Kwargs, Loader
 
-FOLLOWED_PASSES = 4  # Passes per call site that are all observed. Later, those whose number is a power of two are.
+FOLLOWED_PASSES = 4  # First evaluations of a call site, all observed. After them only the 8th, 16th, 32nd, ... are.
 MAX_COPIES = 4  # Copies of a model that are observed: a loop may make one for each evaluation
 
 
 class Evaluations(Probe):
-    """Observes the outputs of passes without gradients between two steps. Costs nothing during a step."""
+    """Observes the outputs of passes without gradients between two steps. In a step, only follows earlier outputs."""
 
     name = EvaluationFacts.experiment
     hears_every_step = True
@@ -38,7 +38,7 @@ class Evaluations(Probe):
         self._open = ExitStack()
         self._passes: Counter[Site] = Counter()
         self._rows: dict[Site, list[int]] = {}  # rows of each call, for the observed sites
-        self._left_out: set[Site] = set()  # call sites that are not observed in this pass
+        self._left_out: set[Site] = set()  # call sites that are not observed until the next step has ended
         self._site: Site | None = None
         self._given: list[Tensor] = []
         self._steps, self._in_step = 0, False
@@ -62,7 +62,7 @@ class Evaluations(Probe):
             self._rows[site].append(rows_of(self._given[0]) if self._given else 1)
 
     def _is_followed(self, site: Site) -> bool:
-        """Returns True if this pass is observed. Passes are counted per site, so that a final test is a first pass."""
+        """Returns True if this call is observed. Evaluations are counted per call site: a first one is observed."""
         if site in self._rows or site in self._left_out:
             return site in self._rows
         self._passes[site] += 1

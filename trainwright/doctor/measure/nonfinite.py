@@ -43,7 +43,7 @@ class NonfiniteListener(Probe):
     """Reads tensors only after a norm or a loss was not finite, and marks such a step as non-finite.
 
     A forward pass in train mode without a backward pass changes the running statistics of BatchNorm. These are
-    therefore read after such a step and at every examination.
+    therefore also read after a step with such a pass, and at every examination.
     """
 
     name = SeenNonfinite.experiment
@@ -248,7 +248,7 @@ def _samples(session: ReplaySession, bad: Bad) -> tuple[tuple[int, ...] | None, 
 
 
 def _empty(session: ReplaySession, call: int, rows: Sequence[int]) -> float | None:
-    """Returns the value that fills all of an input in exactly these rows, as padding does; else None."""
+    """Returns the value of an input that is constant within each of these rows and no other (padding); else None."""
     values: list[float] = []
 
     def collect(leaf: object) -> None:

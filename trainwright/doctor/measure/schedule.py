@@ -19,7 +19,7 @@ from trainwright.recorder.user_types import Args, Kwargs, Loader
 
 MAX_CHANGES = 64
 MIN_STEPS_BEFORE_STRAY = 20
-"""An optimizer without parameters of the models that has not stepped until this step is assumed to never step."""
+"""Steps after which an optimizer that has no parameters of the models and has not stepped is assumed never to step."""
 NUMERIC_ATTRIBUTES = ("T_max", "total_steps", "total_iters", "step_size", "gamma")
 
 
@@ -68,7 +68,7 @@ class Schedules(Probe):
             self._of(each)
 
     def _of(self, scheduler: object) -> _Scheduler | None:
-        """Returns the record of an object that sets learning rates: it has ``step`` and an optimizer."""
+        """Returns the record of a scheduler, which is any object with an ``optimizer``; None for other objects."""
         known = self._schedulers.get(id(scheduler))
         optimizer = same_optimizer(getattr(scheduler, "optimizer", None))
         if known is None and isinstance(optimizer, Optimizer):
@@ -132,7 +132,7 @@ class Schedules(Probe):
         found.lrs = (*found.lrs, (found.steps, lr))[-MAX_CHANGES:]
         if before is not None:
             why = "fell" if lr < before else "climbs" if any(map(_is_past_its_end, self._schedulers.values())) else ""
-            self._be_urgent(why)  # the first change of a schedule shows its fault
+            self._be_urgent(why)  # a fault shows at the first change
 
     def _be_urgent(self, why: str) -> None:
         self.urgent |= bool(why) and why not in self._was_urgent

@@ -133,7 +133,7 @@ def _seconds(action: Callable[[], object]) -> float:
 def flops_of(parts: Parts, micro: MicroBatch) -> int:
     """Return the FLOPs of forward and backward of a micro-batch, without those repeated by activation checkpointing.
 
-    They are counted under fake tensors. Raises whatever a model raises that cannot be copied or traced.
+    They are counted under fake tensors. If the model cannot be copied or traced, its exception is passed on.
     """
 
     def make(place: torch.device) -> TracedObjects:

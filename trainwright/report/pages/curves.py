@@ -14,7 +14,7 @@ from trainwright.runs.json_values import JsonValue
 from trainwright.runs.records import Started
 
 BUCKETS = 600
-"""Spans whose extremes are drawn, in total over all runs of a page."""
+"""Number of equal intervals of steps, whose minima and maxima are drawn. A page divides them among its runs."""
 AXES = ("seconds", "samples", "tokens")
 """Alternatives to steps for the x axis."""
 
@@ -22,7 +22,7 @@ Columns = dict[str, NDArray[np.float64]]
 
 
 def curves_of(view: RunView, buckets: int = BUCKETS, *, after: int = 0) -> dict[str, JsonValue]:
-    """Return the data of the charts, thinned; or with ``after``, only the rows read after that many."""
+    """Return the data of the charts, thinned. With ``after``, return all rows except the first ``after`` read."""
     log = view.log
     table = log.rows if after else rows.thin_rows(log.rows, buckets)
     columns = _columns(table, view)

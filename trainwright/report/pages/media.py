@@ -86,7 +86,7 @@ class LoggedMedia:
 
 
 def _embed(run: Path, records: Sequence[Media], budget: int) -> tuple[list[int], list[JsonValue], int]:
-    """Return steps, contents and total size of the files that fit into ``budget`` bytes, the newer ones first."""
+    """Return steps, contents and total size of the files that fit into ``budget`` bytes. Newer files are preferred."""
     last = len(records) - 1
     count = min(len(records), EMBEDDED_STEPS)
     chosen = [records[round(each * last / max(1, count - 1))] for each in range(count)] if count > 1 else [*records]
