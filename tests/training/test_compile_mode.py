@@ -108,6 +108,12 @@ def test_the_fastest_mode_trains(
     assert header(result) == [(f"{expected} of torch.compile", "planned")]
 
 
+def test_a_deterministic_run_has_the_default_mode(compiler: Compiler) -> None:
+    compiler.slow_s = {"default": 0.03}
+    found = decision(fitted(deterministic=True))
+    assert (found["mode"], found["seconds"]) == ("default", {})
+
+
 def test_the_measurement_leaves_no_trace(compiler: Compiler) -> None:
     tried, plain = Noisy(), Noisy()
     plain.load_state_dict(tried.state_dict())

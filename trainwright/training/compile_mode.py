@@ -63,6 +63,8 @@ def with_compile_mode(job: Job, earlier: Earlier | None) -> Job:
     limit_s = MAX_TRIAL_FRACTION * left_s if plan.predicted.step_s else 0.0  # a dry run has left no trace
     if earlier is not None:
         mode, why = _mode_in(earlier.resolved) or "default", "as in the earlier part of the run"
+    elif job.recipe.deterministic:
+        mode, why = "default", "deterministic: true, and a measurement may choose another mode the next time"
     elif job.world.size > 1 or job.parts.custom.advance is not None:
         mode, why = "default", "modes are not measured with several ranks or a custom step"
     elif (known := _read(file)) is not None:

@@ -203,6 +203,8 @@ def test_windows_of_accumulation() -> None:
     assert fires(code, (6, CALLS), made=[*two[:2], one[2], *two[3:5], one[5]]) == []
     assert fires(code, (6, replace(CALLS, accumulation=2)), made=two) == []
     assert fires(code, (6, CALLS), made=one) == []
+    after_the_actor = steps(F, B, Z, F, B, S, count=6)
+    assert fires(code, (6, CALLS), made=[one[0], *after_the_actor[1:]]) == []
 
 
 def test_a_leftover_window_is_longer_than_the_others() -> None:

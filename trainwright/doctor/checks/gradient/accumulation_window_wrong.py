@@ -2,6 +2,7 @@ from collections import Counter
 
 from trainwright.doctor import NotApplicable, Results, RunContext, check
 from trainwright.doctor.facts.calls import CallsFacts, kinds
+from trainwright.runs.records import Watched
 
 MIN_STEPS = 4
 MIN_FRACTION = 0.75  # Fraction of steps with too few micro-batches. The last step of an epoch may have fewer.
@@ -18,7 +19,8 @@ def accumulation_window_wrong(run: RunContext, facts: CallsFacts) -> Results:
     passed to `tw.watch(accumulation=...)`; or the first update has one backward pass and the next ones have several; or
     the first update of an epoch has a full window plus the micro-batches left over from the previous epoch.
 
-    Exceptions: windows that run on across epochs (they have the usual length), and windows of changing length.
+    Exceptions: windows that run on across epochs (they have the usual length), windows of changing length, and another
+    loss whose gradients are cleared before the backward pass of this one, such as an actor's in the critic.
 
     Usual cause: `if i % n == 0: step()` steps after the first micro-batch instead of the last; or the number of batches
     is not a multiple of the accumulation, and nothing steps at the end of the epoch.
@@ -55,7 +57,13 @@ def accumulation_window_wrong(run: RunContext, facts: CallsFacts) -> Results:
             since_step=1,
             evidence=[("backward passes of a step", other[-1], declared)],
         )
-    elif counts.get(1) == 1 and usual >= 2 and len(later) >= 3 and set(later[:3]) == {usual}:
+    elif (
+        counts.get(1) == 1
+        and usual >= 2
+        and len(later) >= 3
+        and set(later[:3]) == {usual}
+        and not any(map(_clears_between, seen))
+    ):
         yield run.finding(
             1,
             symptom=f"the first update has 1 micro-batch, and the next ones have {usual}",
@@ -64,3 +72,9 @@ def accumulation_window_wrong(run: RunContext, facts: CallsFacts) -> Results:
             since_step=1,
             evidence=[("backward passes of the first update", 1, usual)],
         )
+
+
+def _clears_between(step: Watched) -> bool:
+    """Returns True if gradients are cleared between two backward passes: those before are of another loss."""
+    order = [kind for kind, _ in kinds(step, "backward", "zero_grad")]
+    return ("backward", "zero_grad", "backward") in zip(order, order[1:], order[2:])
