@@ -14,10 +14,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo import eval_frame
 from torch._dynamo.utils import counters
 
 import trainwright as tw
 from tests.watching.loops import Watching, X, Y, both, exams, net, plain_steps, replays, said, sgd, weights
+from trainwright.checkpoint.isolation import not_compiled
 from trainwright.runs.reader import read
 from trainwright.runs.records import Examined
 
@@ -183,3 +185,13 @@ def test_the_dry_run_of_a_compiled_model_runs_it_uncompiled(tmp_path: Path) -> N
     )
     plan = json.loads((result.run / "plan.json").read_text())
     assert plan["initial_loss"] is not None, plan
+
+
+def test_after_replays_of_two_threads_torch_compiles_again() -> None:
+    first, second = not_compiled(), not_compiled()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert eval_frame._stance.stance == "force_eager"
+    second.__exit__(None, None, None)
+    assert eval_frame._stance.stance == "default"

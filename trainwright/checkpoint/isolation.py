@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -38,10 +39,33 @@ def isolated(state: ReachableState, *, may_write: bool = False) -> Iterator[None
         raise NotIsolated(prevented[0] if prevented else f"{lost[0]} has changed and cannot be put back")
 
 
-def not_compiled() -> AbstractContextManager[object]:
-    """Context in which compiled code runs uncompiled.
+@contextmanager
+def not_compiled() -> Iterator[None]:
+    """Context in which compiled code runs uncompiled, in all threads.
 
-    Compilation writes files, and would include the hooks and modes of a dry run or a replay.
+    Compilation writes files, and would include the hooks and modes of a dry run or a replay. The setting of torch is
+    global, so it is restored when no thread is in such a context: one that restores what it found on entry would
+    keep the setting of another thread.
     """
-    is_used = "torch._dynamo" in sys.modules  # else nothing is compiled, and the import takes a second
-    return torch.compiler.set_stance("force_eager") if is_used else nullcontext()
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and the import takes a second
+        yield
+        return
+    with _Uncompiled.lock:
+        _Uncompiled.users += 1
+        if _Uncompiled.users == 1:
+            _Uncompiled.stance = torch.compiler.set_stance("force_eager")
+    try:
+        yield
+    finally:
+        with _Uncompiled.lock:
+            _Uncompiled.users -= 1
+            if not _Uncompiled.users:
+                _Uncompiled.stance.__exit__(None, None, None)
+
+
+class _Uncompiled:
+    """The contexts of all threads in which compiled code runs uncompiled."""
+
+    lock = threading.Lock()
+    users = 0
+    stance: AbstractContextManager[object]
