@@ -723,3 +723,11 @@ def test_torch_is_as_it_was(ending: str) -> None:
             raise ValueError("mine")
     assert torch_as_it_is() == before
     assert not model._forward_hooks and not model._forward_pre_hooks
+
+
+def test_a_module_without_shapes_beside_the_loop() -> None:
+    later = nn.LazyLinear(3)
+    model = net()
+    with tw.watch(model, optimizer := sgd(model), out=None, quiet=True) as watch:
+        plain_steps(model, optimizer, 30)
+    assert watch.session.failures == [] and later.has_uninitialized_params()

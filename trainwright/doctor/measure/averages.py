@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from trainwright.checkpoint.snapshot import LiveObjects
@@ -167,6 +168,8 @@ def _copies_of(subject: LiveObjects) -> Iterator[_Copy]:
     named = [(path, m) for root in subject.roots for path, m in root.named_modules() if path.count(".") < MAX_DEPTH]
     originals: dict[tuple[torch.Size, ...], tuple[str, nn.Module]] = {}
     for path, module in named:
+        if any(map(is_lazy, module.parameters())):
+            continue
         shapes = tuple(p.shape for p in module.parameters())
         if any(id(p) in owned for p in module.parameters()) and any(shapes) and len(shapes) > 1:
             originals.setdefault(shapes, (path, module))
@@ -225,7 +228,7 @@ def _is_searched(value: object) -> bool:
 
 
 def _is_value(tensor: object) -> bool:
-    return isinstance(tensor, Tensor) and tensor.grad_fn is None and is_dense(tensor)
+    return isinstance(tensor, Tensor) and tensor.grad_fn is None and is_dense(tensor) and not is_lazy(tensor)
 
 
 def _tensors_of(holder: nn.Module | Holder) -> list[Tensor]:
