@@ -76,7 +76,7 @@ def compiler(long_runs: None, monkeypatch: pytest.MonkeyPatch) -> Compiler:
 def fitted(model: nn.Module | None = None, steps: int = 3, resume: Path | None = None, **settings: Any) -> tw.Result:
     torch.manual_seed(0)
     data = (torch.randn(32, 8), torch.randint(3, (32,)))
-    more = {"log.doctor": False, "model.compile": True, **settings}
+    more = {"log.doctor": False, "model.compile": True, "model.compile_mode": "auto", **settings}
     loss = nn.CrossEntropyLoss()
     return tw.fit(model or Noisy(), data, loss, steps=steps, quiet=True, settings=more, resume=resume)
 
@@ -106,6 +106,12 @@ def test_the_fastest_mode_trains(
     assert (decision(result)["mode"], compiler.calls[-1]) == (expected, expected)
     assert set(decision(result)["seconds"]) == {"default", OTHER}
     assert header(result) == [(f"{expected} of torch.compile", "planned")]
+
+
+def test_modes_are_measured_only_if_that_is_asked(compiler: Compiler) -> None:
+    result = fitted(**{"model.compile_mode": "default"})
+    assert compiler.calls and header(result) == []
+    assert "compile" not in json.loads((result.run / "provenance.json").read_text())
 
 
 def test_a_deterministic_run_has_the_default_mode(compiler: Compiler) -> None:
@@ -162,7 +168,10 @@ def test_a_model_without_a_dry_run_is_not_measured(compiler: Compiler, tmp_path:
             (tmp_path / "written").write_text("x")
             return super().forward(x)
 
-    data, settings = (torch.randn(32, 8), torch.randint(3, (32,))), {"log.doctor": False, "model.compile": True}
+    data, settings = (
+        (torch.randn(32, 8), torch.randint(3, (32,))),
+        {"log.doctor": False, "model.compile": True, "model.compile_mode": "auto"},
+    )
     result = tw.fit(Writing(), data, nn.CrossEntropyLoss(), until="0.2s", quiet=True, settings=settings)
     assert decision(result)["seconds"] == {}
 

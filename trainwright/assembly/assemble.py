@@ -582,14 +582,14 @@ def _tokens_per_sample(data: Unwrapped, quarantine: Collection[int]) -> int:
     return 0
 
 
-def compile_in_place(model: nn.Module, backend: str = "inductor", mode: str = "auto") -> None:
+def compile_in_place(model: nn.Module, backend: str = "inductor", mode: str = "default") -> None:
     """Compile like ``model.compile()``, but also a model whose ``forward`` torch defines, such as ``nn.Sequential``.
 
     torch.compile skips the frames of torch.nn: for such a model ``compile()`` silently compiles nothing, or each of its
     parts separately. Here the call comes from a frame outside torch. The mode ``auto`` is torch's default until another
     one is chosen.
     """
-    mode_of_torch = None if mode == "auto" else mode
+    mode_of_torch = None if mode in ("auto", "default") else mode
     if not type(model).forward.__module__.startswith("torch.nn"):
         model.compile(backend=backend, mode=mode_of_torch)
         return

@@ -39,7 +39,7 @@ class Page:
 
     @property
     def further(self) -> str:
-        """What follows the title, as one line."""
+        """The text after the title, on one line and without its final period."""
         return " ".join(self.what.split())[len(self.title) :].strip().rstrip(".")
 
     def words(self, section: str) -> str:

@@ -392,10 +392,10 @@ class Model(Part):
         examples=["blocks"],
     )
     compile_mode: CompileMode = Field(
-        default="auto",
-        description="Mode of torch.compile. auto: the default, and in a long run the fastest mode, measured before the "
-        "first step.",
-        examples=["max-autotune"],
+        default="default",
+        description="Mode of torch.compile. auto: in a long run the fastest mode, measured before the first step; in a "
+        "short one the default.",
+        examples=["auto", "max-autotune"],
     )
     ema: float | None = Field(
         default=None, gt=0, lt=1, description="Decay of an exponential moving average.", examples=[0.999]

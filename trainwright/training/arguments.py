@@ -327,7 +327,7 @@ LET_A_FUNCTION = "let a function in a module return them: tw.fit('module:functio
 
 
 class Rebuild(NamedTuple):
-    """A record of how to build the objects of a run again.
+    """The function that builds the objects of a run again, or the reason why there is none.
 
     Attributes:
         function: The function as ``module:function``; None if there is none.

@@ -223,7 +223,7 @@ class _Header:
             yield self._setting("graphs", shown, "graphs")
         if model.compile:
             shown = "torch.compile" if model.compile is True else "torch.compile, the blocks"
-            shown += "" if model.compile_mode == "auto" else f", mode {model.compile_mode}"
+            shown += "" if model.compile_mode in ("auto", "default") else f", mode {model.compile_mode}"
             yield self._setting("compile", shown, "model.compile", "model.compile_mode")
         if recipe.loss.chunked is True:
             yield self._setting("loss", "computed in chunks", "loss.chunked")

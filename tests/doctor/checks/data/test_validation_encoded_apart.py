@@ -1,4 +1,4 @@
-"""Scalers and category codes that are made anew for the validation data."""
+"""Scalers and category codes that are computed from the validation data."""
 
 from __future__ import annotations
 

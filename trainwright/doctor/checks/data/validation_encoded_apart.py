@@ -8,7 +8,7 @@ MIN_EXPECTED_GAPS = 8.0
 
 @check(points_at=("dataset", "loader"), stage="input", confidence=0.85)
 def validation_encoded_apart(run: RunContext, facts: SplitsFacts) -> Results:
-    """The scaler or the category codes were made anew for the validation data, not taken from the training data.
+    """The scaler or the category codes were computed from the validation data instead of the training data.
 
     Why it matters: the same value has another meaning there, so the validation loss says nothing about the model.
 
