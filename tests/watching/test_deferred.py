@@ -351,3 +351,36 @@ def test_training_has_the_same_bits_with_deferred_steps(run: Run) -> None:
         advance(state, batch(step))
     assert all(map(torch.equal, run.model.parameters(), model.parameters()))
     assert all(map(torch.equal, run.model.buffers(), model.buffers()))
+
+
+def hook_names(model: nn.Module) -> list[list[str]]:
+    return [
+        [type(each).__name__ for each in hooks.values()] for hooks in (model._forward_pre_hooks, model._forward_hooks)
+    ]
+
+
+def test_a_deferred_step_calls_the_model_without_the_recorders_hooks(run: Run) -> None:
+    during: dict[int, list[list[str]]] = {}
+    run.model.register_forward_pre_hook(
+        lambda module, args: during.update({len(run.losses) + 1: hook_names(run.model)})
+    )
+    run.train(STEP)
+    assert is_deferred(run, STEP) and during[STEP] == [["function"], []]
+    assert during[1] == [["Hook", "function"], ["Hook"]]
+    assert hook_names(run.model) == during[1]  # also in their order: the recorder's first, then the loop's
+    run.session.close()
+
+
+def test_hooks_are_back_after_a_deferred_step_that_raises(run: Run) -> None:
+    run.train(STEP - 1)
+
+    def fail(module: nn.Module, args: object) -> None:
+        raise ValueError("a hook of the loop")
+
+    handle = run.model.register_forward_pre_hook(fail)
+    assert run.session.is_next_deferred
+    with pytest.raises(ValueError, match="of the loop"):
+        run.one(batch(STEP))
+    handle.remove()
+    assert hook_names(run.model) == [["Hook"], ["Hook"]]
+    run.session.close()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Protocol
 
@@ -36,14 +35,17 @@ class Collector(Protocol):
 _collector: ContextVar[Collector | None] = ContextVar("collector of tw.log", default=None)
 
 
-@contextmanager
-def collecting(collector: Collector | None) -> Iterator[None]:
-    """Send the figures of ``tw.log`` inside to ``collector``; None drops them."""
-    token = _collector.set(collector)
-    try:
-        yield
-    finally:
-        _collector.reset(token)
+class collecting:  # noqa: N801
+    """Context that sends the figures of ``tw.log`` to ``collector``; None drops them."""
+
+    def __init__(self, collector: Collector | None) -> None:
+        self._collector = collector
+
+    def __enter__(self) -> None:
+        self._token = _collector.set(self._collector)
+
+    def __exit__(self, *error: object) -> None:
+        _collector.reset(self._token)
 
 
 def count_for(samples: float) -> None:

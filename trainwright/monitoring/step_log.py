@@ -19,7 +19,6 @@ from trainwright.checkpoint.train_state import TrainState
 from trainwright.distributed.group import SOLO, World
 from trainwright.engine.evaluate import EvaluationResult
 from trainwright.engine.metrics import MetricSet
-from trainwright.engine.observer import Observer, Stop
 from trainwright.engine.step import StepResult
 from trainwright.engine.user_log import LoggedMeans, collecting
 from trainwright.errors import OomReport
@@ -306,18 +305,3 @@ class LogWindow:
         return values
 
     def close(self) -> None: ...
-
-
-class NotLogging:
-    """Wraps an observer that replays steps, so that ``tw.log`` does nothing in them."""
-
-    def __init__(self, observer: Observer) -> None:
-        self._observer = observer
-
-    def observe(self, result: StepResult, state: TrainState) -> Stop | None:
-        with collecting(None):
-            return self._observer.observe(result, state)
-
-    def close(self) -> None:
-        with collecting(None):
-            self._observer.close()

@@ -84,23 +84,45 @@ def _recorders(hooks: Any) -> set[int]:
     return {key for key, hook in hooks.items() if getattr(hook, "is_recorders", False)}
 
 
+class HookPair:
+    """The two hooks of a module, which can be taken out of its dicts for a moment. Takes 1 us."""
+
+    def __init__(self, root: nn.Module, first: int, last: int) -> None:
+        self._before, self._after = root._forward_pre_hooks, root._forward_hooks
+        self._keys = first, last
+        self._taken: tuple[Any, Any] | None = None
+
+    def pause(self) -> None:
+        first, last = self._keys
+        self._taken = self._before.pop(first, None), self._after.pop(last, None)
+
+    def resume(self) -> None:
+        if self._taken is None:
+            return
+        (first, last), (before, after), self._taken = self._keys, self._taken, None
+        if before is not None and after is not None:
+            self._before[first], self._after[last] = before, after
+            if len(self._before) > 1:
+                self._before.move_to_end(first, last=False)  # type: ignore[attr-defined]
+
+
 @contextmanager
 def call_hooks(
     root: nn.Module,
     before: _Before,
     after: _After,
-) -> Iterator[None]:
+) -> Iterator[HookPair | None]:
     """Context that calls ``before(root, args, kwargs)`` and ``after(root, args, output)`` around every forward call.
 
-    If a call raises, ``output`` is None.
+    If a call raises, ``output`` is None. Yields the hooks; None if there are none, because the call is wrapped.
     """
     if root._compiled_call_impl is not None:  # after module.compile() a hook would become part of the graph
         with _around_compiled(root, before, after):
-            yield
+            yield None
         return
     if _has_own_call(root):  # such classes, as in keras, run no hooks of torch
         with _OWN_CALLS.heard(root, before, after):
-            yield
+            yield None
         return
     last = root.register_forward_hook(Hook(root, after), always_call=True)
 
@@ -109,9 +131,11 @@ def call_hooks(
         before(root, args, kwargs)
 
     first = root.register_forward_pre_hook(Hook(root, begin), with_kwargs=True, prepend=True)
+    pair = HookPair(root, first.id, last.id)
     try:
-        yield
+        yield pair
     finally:
+        pair.resume()
         first.remove()
         last.remove()
 

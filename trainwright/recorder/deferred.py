@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -41,8 +41,7 @@ ORDINARY_VALUES = {"grads", "step_s", "wait_s", "lines"}
 ORDINARY_EVENTS = {"zero_grad", "forward", "backward", "clip", "step"}
 
 
-@dataclass(frozen=True)
-class StepInputs:
+class StepInputs(NamedTuple):
     """The inputs of a step: its batch, and the states of the generators at its beginning."""
 
     state: TrainState
@@ -125,7 +124,7 @@ class StepTemplate:
             num_bytes=self.num_bytes * max(1, len(ids)) // max(1, self.size),
             is_light=True,
             values=dict(self.values),
-            inputs=replace(inputs, batch=result.batch),
+            inputs=inputs._replace(batch=result.batch),
         )
 
 

@@ -117,13 +117,12 @@ class EngineSource:
     def step_begins(self, state: TrainState, batch: StepBatch, generators: TorchGenerators) -> None:
         self._scaler, self._tries = state.scaler, 0
         epoch = batch.cursor.epoch - (batch.cursor.position == 0)
-        is_deferred = self.template is not None and len(batch.micro) == 1
         if self._pass is None or epoch != self._epoch:
             self._catch_up()
             self._pass, self._epoch = _Pass(), epoch
             self._loader.batch_size = self._loader.batch_size or max(1, batch.size)
             tell("on_epoch", self._loader, self._pass)
-        if is_deferred:
+        if self.template is not None:
             self._inputs = StepInputs(state, batch, generators)
             mute()
             return
@@ -161,7 +160,8 @@ class EngineSource:
             tell("on_zero_grad", part)
 
     def loss_is_scaled(self, loss: Tensor, scaled: Tensor) -> None:
-        tell("on_scaled", self._scaler, loss, scaled)
+        if self._inputs is None:
+            tell("on_scaled", self._scaler, loss, scaled)
 
     def gradients_are_multiplied(self, factor: Tensor | float) -> None:
         tell("on_multiplied", factor)

@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import dataloader
 
 from trainwright.checkpoint.transforms import innermost_transform
-from trainwright.recorder.calls import call_hooks, leave_out_of_pickles
+from trainwright.recorder.calls import HookPair, call_hooks, leave_out_of_pickles
 from trainwright.recorder.function_hooks import hear_functions
 from trainwright.recorder.listener import Listener as Listener
 from trainwright.recorder.listener import (
@@ -55,13 +55,26 @@ class CallHooks:
     def __init__(self, modules: Sequence[nn.Module], before: Before, after: After) -> None:
         self._modules, self._before, self._after = modules, before, after
         self._hooks = ExitStack()
+        self._pairs: list[HookPair] = []
 
     def put_on(self) -> None:
-        for module in self._modules:
-            self._hooks.enter_context(call_hooks(module, self._before, self._after))
+        found = [self._hooks.enter_context(call_hooks(each, self._before, self._after)) for each in self._modules]
+        self._pairs = [each for each in found if each is not None]
 
     def take_off(self) -> None:
+        self._pairs = []
         self._hooks.close()
+
+    def pause(self) -> None:
+        """Takes the hooks off until ``resume``, for calls that nobody listens to: torch calls a module without hooks
+        10 us faster.
+        """
+        for each in self._pairs:
+            each.pause()
+
+    def resume(self) -> None:
+        for each in self._pairs:
+            each.resume()
 
 
 @contextmanager
@@ -218,8 +231,10 @@ _updates = Updates()
 
 
 def _on_step(stepping: Optimizer, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
+    if not has_listeners():
+        return None
     optimizer = same_optimizer(stepping)
-    if not has_listeners() or not _updates.begins(optimizer, stepping):
+    if not _updates.begins(optimizer, stepping):
         return None
     if len(args) == 1 and not kwargs:  # the usual case, checked in every step
         tell("on_step", optimizer, ())
@@ -258,6 +273,8 @@ def _not_compiled(hook: Callable[..., Any]) -> Callable[..., Any]:
     compiled_apart: list[Callable[..., Any]] = []
 
     def call(*args: object) -> object:
+        if is_muted():  # the usual case of a run of the engine
+            return None
         if get_eval_frame_callback() is None:  # no compiled code runs, and importing torch._dynamo takes a second
             return hook(*args)
         if not compiled_apart:

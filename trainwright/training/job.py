@@ -466,6 +466,8 @@ def find_hardware(loaded: Loaded, request: Request) -> Hardware:
     adapt_to_limits()
     with at_recipe(loaded.source, "device"):
         device = choose_device(loaded.recipe.device, request.launch.local_rank)
+    if device.type == "cpu" and not rlimits():
+        retain_blocks()
     if loaded.recipe.deterministic:
         set_deterministic()
     share = nominal_cpu(machine).of_ranks(request.world.size) if device.type == "cpu" else None

@@ -54,7 +54,7 @@ from trainwright.monitoring.samples import TextSamples
 from trainwright.monitoring.saving import MIN_FRACTION_SAVE_INTERVAL_S, PartSaving, SavePolicy, Saving, SavingTogether
 from trainwright.monitoring.signals import Signals
 from trainwright.monitoring.sinks import sink_factories
-from trainwright.monitoring.step_log import LogWindow, NotLogging
+from trainwright.monitoring.step_log import LogWindow
 from trainwright.optim.clip import summed_over_parts
 from trainwright.optim.stepped_schedule import SteppedSchedule
 from trainwright.plan.duration import Interval
@@ -267,7 +267,7 @@ def _open_on_first(job: Job, place: HeldFolder, process: Process, extras: Sequen
                 write = partial(_generated, each, job)
                 each.show = TextSamples(write, folder=folder.samples, say=progress.say, at=()).show
         observers: list[Observer] = [steps.window, logbook.recorder, logbook.telemetry, spent, progress]
-        observers += [*_end_time(job, progress), *_not_logging(doctor), *job.built.observers]
+        observers += [*_end_time(job, progress), *([doctor] if doctor else []), *job.built.observers]
         observers += [*further, *alerts, *steps.layers, signals, Heartbeat(lock, state)]
         listening: AbstractContextManager[None] = nullcontext() if session is None else session.listening()
         with listening, _checkpoint_note(job, folder, saver), steps.window.collecting():
@@ -294,18 +294,13 @@ def _open_on_other(job: Job, place: HeldFolder, process: Process) -> Iterator[Op
     doctor = make_ranks_observer(job, place.folder)
     steps = _instrumented(job, doctor, None)
     with steps.window.collecting():
-        observers: list[Observer] = [steps.window, *_not_logging(doctor), *steps.layers, process.signals]
+        observers: list[Observer] = [steps.window, *([doctor] if doctor else []), *steps.layers, process.signals]
         yield OpenRun(job.batches, steps.advance, until_of(job.plan), tuple(observers), evaluation, saving)
 
 
 def _generated(observer: Generations, job: Job) -> str:
     with job.precision.autocast():
         return observer.text_of(job.state.model)
-
-
-def _not_logging(doctor: EngineSession | RanksObserver | None) -> Iterator[Observer]:
-    if doctor is not None:
-        yield NotLogging(doctor)
 
 
 @dataclass(frozen=True)

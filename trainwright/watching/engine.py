@@ -14,6 +14,7 @@ from trainwright.checkpoint.snapshot import Snapshot
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.engine.guard import APPLIED
 from trainwright.engine.step import StepFn, StepResult
+from trainwright.engine.user_log import collecting
 from trainwright.errors import OutOfMemoryError, TrainwrightError
 from trainwright.monitoring.journal import Journal
 from trainwright.recorder.deferred import DeferredRecorder, DeferredStep, StepInputs, repeat
@@ -100,16 +101,22 @@ class EngineSession(WatchSession):
             if not self._has_begun:
                 self.begin()
             witness = self.witness
-            witness.template = self._template if self.is_next_deferred and witness.passes else None
+            is_deferred = self.is_next_deferred and witness.passes is not None and len(batch.micro) == 1
+            witness.template = self._template if is_deferred else None
+            if is_deferred:
+                self._call_hooks.pause()
             try:
                 result = advance(state, batch)
             except BaseException as error:  # also Ctrl-C: else later runs of this thread would have no events
+                self._call_hooks.resume()
                 inputs = witness.take_inputs()
                 self.catch_up()
                 is_repeated = isinstance(error, Exception) and not isinstance(error, OutOfMemoryError)
                 if inputs is not None and is_repeated:
                     self._record_failed(inputs)
                 raise
+            if is_deferred:
+                self._call_hooks.resume()
             inputs = witness.take_inputs()
             if self._failed is not None or self.recording.failed is not None:
                 return result
@@ -117,8 +124,9 @@ class EngineSession(WatchSession):
                 self._guarded(lambda: witness.end_step(result))
             else:
                 groups = [[{**g, "params": None} for g in each.param_groups] for each in self._objects.optimizers]
+                if not self._waiting:
+                    inside.before_next_event(self.catch_up)
                 self._waiting.append(DeferredStep(inputs, result, groups))
-                inside.before_next_event(self.catch_up)
             return result
 
         return recorded
@@ -213,11 +221,12 @@ class EngineSession(WatchSession):
             self._journal.close()
 
     def _guarded(self, action: Callable[[], None]) -> None:
-        """Runs an action. If it raises, the run continues without the session. If memory runs out, the session holds
-        less.
+        """Runs an action, in which ``tw.log`` does nothing. If it raises, the run continues without the session. If
+        memory runs out, the session holds less.
         """
         try:
-            action()
+            with collecting(None):
+                action()
         except TrainwrightError:
             raise
         except Exception as error:

@@ -184,7 +184,8 @@ class WatchSession:
         with without_users_modes():
             begin_all(self._probes, self._site)
             self._open.enter_context(watching(self._objects.optimizers))
-            self._light.add(self._open.enter_context(listening(self._group, self._roots)))
+            self._call_hooks = self._open.enter_context(listening(self._group, self._roots))
+            self._light.add(self._call_hooks)
             for each in self._foreign:
                 self._open.enter_context(each.listening())
             self._prepare_next()
