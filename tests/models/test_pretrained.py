@@ -5,19 +5,22 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
+import sys
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests import forked
 from tests.models.hub_server import COMMIT, serving
 from trainwright.errors import UsageError
 from trainwright.models.hf import hf_model
-from trainwright.models.pretrained import Pretrained, find_folder, pretrained_of, revision_of
+from trainwright.models.pretrained import Pretrained, find_folder, hub_model_of, pretrained_of, revision_of
 from trainwright.plan.trace.fake_tensors import fake_tensors
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")]
@@ -204,6 +207,7 @@ def test_pickled_weights_are_refused_unread(saved: Path, tmp_path: Path) -> None
 
 CODE = """\
 from pathlib import Path
+from types import ModuleType
 from transformers import LlamaConfig, LlamaForCausalLM
 
 Path({witness!r}).write_text("executed")
@@ -240,6 +244,7 @@ def test_code_of_a_repository_runs_only_if_the_recipe_allows_it(
 HUB = """\
 import json, os, sys
 from pathlib import Path
+from types import ModuleType
 from trainwright.commands.export import push
 from trainwright.models.pretrained import find_folder, revision_of
 
@@ -275,3 +280,15 @@ def test_upload_and_download_by_the_api_of_the_hub(saved: Path, tmp_path: Path) 
         assert answer["revision"] == COMMIT and answer["same"] is True
         assert answer["names"] == sorted(path.name for path in saved.iterdir())
     assert "cannot be uploaded to user/tiny" in done.stderr and "hf auth login" in done.stderr
+
+
+def test_an_ordinary_model_does_not_load_the_modules_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchmetrics imports the package, whose attributes import their modules when they are read."""
+
+    class Lazy(ModuleType):
+        def __getattr__(self, name: str) -> object:
+            raise AssertionError(f"{name} was read")
+
+    monkeypatch.setitem(sys.modules, "transformers", Lazy("transformers"))
+    monkeypatch.delitem(sys.modules, "transformers.modeling_utils", raising=False)
+    assert hub_model_of(nn.Linear(2, 2)) is None

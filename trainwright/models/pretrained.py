@@ -400,7 +400,8 @@ _MODEL_FILES = ("config.json", "generation_config.json", "model", "adapter_", "p
 
 def hub_model_of(model: nn.Module) -> Any | None:
     """Return the model of ``transformers`` that ``model`` is, or that PEFT has wrapped; None for any other model."""
-    base = getattr(sys.modules.get("transformers"), "PreTrainedModel", None)  # imported if it built the model
+    # not of the package, whose attributes import their modules, which takes seconds
+    base = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
     inside = [model.get_submodule(path) for path in ("", "base_model.model") if _has(model, path)]
     return next((each for each in inside if base is not None and isinstance(each, base)), None)
 
