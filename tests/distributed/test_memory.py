@@ -114,3 +114,38 @@ def test_where_memory_is_short_neither_the_heap_nor_kernels_keep_what_is_freed()
     assert int(freed) >= 380 * 64, "in KiB; a few blocks fill holes that the heap had before"
     if has_mkl == "True":
         assert int(taken) > 256 and int(kept) < int(taken) / 4
+
+
+RETAINED = """
+import ctypes, resource
+from pathlib import Path
+from trainwright.distributed.memory import retain_blocks, return_free_blocks
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+def faults_of_a_step():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    held = [libc.malloc(2**20) for _ in range(64)]  # 64 activations of 1 MiB
+    for each in held:
+        ctypes.memset(each, 1, 2**20)
+    for each in held:
+        libc.free(each)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() // 2**20
+faults = faults_of_a_step()
+retain_blocks()
+first, second = faults_of_a_step(), faults_of_a_step()
+kept = resident()
+return_free_blocks()
+print(faults, second, kept - resident())
+"""
+
+
+@pytest.mark.process
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc and /proc")
+def test_a_step_finds_the_memory_of_the_step_before_it_and_the_end_of_a_run_returns_it() -> None:
+    done = forked.run(RETAINED)
+    assert done.returncode == 0, done.stderr
+    faults, retained, returned_mib = map(int, done.stdout.split())
+    assert faults > 64 * 2**20 // 4096 // 2 and retained < faults / 10
+    assert returned_mib > 48

@@ -149,6 +149,11 @@ def give_back(device: torch.device) -> None:
     free_buffers = getattr(torch_library(), "mkl_serv_thread_free_buffers", None)  # torch may be built without MKL
     if free_buffers is not None:
         free_buffers()  # of this thread, because others may be computing
+    return_free_blocks()
+
+
+def return_free_blocks() -> None:
+    """Return the free memory of glibc's heap to the system, if glibc is the allocator. Takes milliseconds."""
     with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
         ctypes.CDLL(None).malloc_trim(0)
 

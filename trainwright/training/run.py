@@ -26,7 +26,7 @@ from trainwright.assembly.assemble import Parts
 from trainwright.checkpoint.remote import require_writable
 from trainwright.checkpoint.rng import preserved_rng
 from trainwright.distributed import SOLO, Launch, World, joined
-from trainwright.distributed.memory import adapt_to_limits
+from trainwright.distributed.memory import adapt_to_limits, return_free_blocks
 from trainwright.engine import loop
 from trainwright.engine.loop import NEVER, StopRequest
 from trainwright.engine.precision import MatmulMode
@@ -161,6 +161,7 @@ def process_of_run(
         signals = Signals(progress.say, recipe.checkpoint.signals, grace_s(os.environ), repeated=everyone.size > 1)
         with ExitStack() as closing:
             adapt_to_limits()
+            closing.callback(return_free_blocks)  # what ``retain_blocks`` has kept
             closing.callback(progress.close)
             listening.callback(signals.close)
             signals.listen()
