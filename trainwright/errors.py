@@ -208,6 +208,10 @@ class StorageError(TrainwrightError):
     """The disk is full, or a folder is missing or not writable."""
 
 
+class DiskFullError(StorageError):
+    """A file that is about to be written is larger than the free space of its disk."""
+
+
 @dataclass(frozen=True)
 class OomReport:
     """One attempt at ``step`` that ran out of memory. The log has a record with the same fields.

@@ -272,8 +272,33 @@ def test_a_disk_without_room_is_told_before_anything_is_written(
     later(state_at(2))
     later.close()
     assert [step_of(path) for path in checkpoints(tmp_path)] == [1]
-    assert len(heard.said) == 1 and "GB left" in heard.said[0] and "older checkpoints are intact" in heard.said[0]
+    assert len(heard.said) == 1 and "MB left" in heard.said[0] and "older checkpoints are intact" in heard.said[0]
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_a_disk_with_room_for_two_checkpoints_keeps_the_newest_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oldest is deleted before the third is written. The only one is never deleted."""
+    heard = Heard()
+    saving = saving_in(tmp_path, heard, retention=Retention(newest=2))
+    limit = 2
+
+    def usage(path: object) -> object:
+        return type("usage", (), {"free": 2**40 if len(checkpoints(tmp_path)) < limit else 1000})
+
+    monkeypatch.setattr("shutil.disk_usage", usage)
+    for step in range(1, 5):
+        saving(state_at(step))
+    saving.close()
+    assert heard.saved_steps == [1, 2, 3, 4] and heard.said == []
+    assert [step_of(path) for path in checkpoints(tmp_path)] == [4, 3]
+    limit = 1
+    only_one = saving_in(tmp_path, heard, retention=Retention(newest=1))
+    only_one(state_at(5))
+    only_one.close()
+    assert heard.saved_steps == [1, 2, 3, 4], "without room beside the newest checkpoint, that one stays"
+    assert next(step_of(path) for path in checkpoints(tmp_path)) == 4 and len(heard.said) == 1
 
 
 def test_where_no_copy_can_be_made_training_waits_and_it_is_said_once(tmp_path: Path) -> None:

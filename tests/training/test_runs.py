@@ -262,7 +262,7 @@ def test_a_full_disk_keeps_what_was_committed(folder: Path, tiny_disk: Path) -> 
     options += ["--set", "model.args.sizes=[12, 400, 3]"]  # 31 KiB of weights, 94 KiB a checkpoint with AdamW
     code, said = invoke("train", "slow.yaml", *options, "--set", "checkpoint.keep=50")
     assert code == 1, said
-    assert "Traceback" not in said and "is not saved" in said and "GB left" in said
+    assert "Traceback" not in said and "is not saved" in said and "MB left" in said
     assert "the last state could not be saved" in said
     newest, broken = newest_valid(tiny_disk / "slow/checkpoints")
     assert newest is not None and not broken and f"trainwright resume {tiny_disk}/slow" in said

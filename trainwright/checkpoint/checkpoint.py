@@ -53,7 +53,7 @@ from trainwright.checkpoint.store import Best, checkpoints, delete, draft_of_ste
 from trainwright.checkpoint.tensor_file import open_tensors, write_tensors
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.checkpoint.weights import load_plain_state_dict, plain_state_dict, unwrapped
-from trainwright.errors import CheckpointError, StorageError
+from trainwright.errors import CheckpointError, DiskFullError, StorageError
 from trainwright.runs.files import STATE
 from trainwright.runs.system_calls import fsync
 
@@ -427,8 +427,8 @@ def _is_finite(tensor: Tensor, *, or_infinite: bool = False) -> bool:
 def _require_space(folder: Path, needed_bytes: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed_bytes:
-        raise StorageError(
-            f"the checkpoint needs {needed_bytes / 1e9:.3g} GB and the disk of {folder} has {free / 1e9:.3g} GB left",
+        raise DiskFullError(
+            f"the checkpoint needs {needed_bytes / 1e6:.3g} MB and the disk of {folder} has {free / 1e6:.3g} MB left",
             remedy="free space there; older checkpoints are intact",
         )
 

@@ -147,6 +147,19 @@ def prune(folder: Path, committed: Path, retention: Retention, run: str = "") ->
             delete(path, run)
 
 
+def make_room(folder: Path, step: int, retention: Retention, run: str = "") -> bool:
+    """Delete the checkpoints that ``prune`` would delete after a save of ``step``. The newest one always stays.
+
+    Return True if any was deleted.
+    """
+    mine = [path for path in checkpoints(folder) if is_own(path, run) and (step_of(path) or 0) < step]
+    kept = retained([name_of(step), *(path.name for path in mine)], retention, read_best(folder, run))
+    surplus = [path for path in mine[1:] if path.name not in kept]
+    for path in surplus:
+        delete(path, run)
+    return bool(surplus)
+
+
 def retained(names: Sequence[str], retention: Retention, best: Best | None) -> set[str]:
     """Return the names of the checkpoints to keep. ``names`` is newest first."""
     kept = {*names[: retention.newest]} | ({name_of(best.step)} if best else set())

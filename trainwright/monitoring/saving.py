@@ -19,14 +19,14 @@ from trainwright.checkpoint.manifest import step_of
 from trainwright.checkpoint.remote import CheckpointCopies
 from trainwright.checkpoint.sharded import SavedPart, ShardedSave
 from trainwright.checkpoint.staging import Staging, num_bytes, on_host
-from trainwright.checkpoint.store import Best, Retention, prune, read_best, repair_best, write_best
+from trainwright.checkpoint.store import Best, Retention, make_room, prune, read_best, repair_best, write_best
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.distributed.group import World
 from trainwright.distributed.memory import free_bytes
 from trainwright.distributed.threads import single_threaded, small_stacks
 from trainwright.engine.evaluate import EvaluationResult
 from trainwright.engine.loop import Saver
-from trainwright.errors import CheckpointError, RankError, TrainwrightError, suggest, text_of
+from trainwright.errors import CheckpointError, DiskFullError, RankError, TrainwrightError, suggest, text_of
 from trainwright.monitoring.cadence import Every
 from trainwright.runs.storage import storage_error
 
@@ -240,9 +240,14 @@ class Saving:
         return write
 
     def _write(self, step: int, write: Callable[[Best | None], tuple[Path, int]], best: Best | None) -> _Done:
-        """Write the checkpoint, and only then delete older ones. Runs in the thread."""
+        """Write the checkpoint, and only then delete older ones, unless the disk has no room. Runs in the thread."""
         begin_s, trouble = time.perf_counter(), ""
-        path, written = write(best)
+        try:
+            path, written = write(best)
+        except DiskFullError:
+            if not make_room(self._folder, step, self._policy.retention, self._run):
+                raise
+            path, written = write(best)
         try:
             if best:
                 write_best(self._folder, best, self._run)
