@@ -276,29 +276,39 @@ def test_a_disk_without_room_is_told_before_anything_is_written(
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
-def test_a_disk_with_room_for_two_checkpoints_keeps_the_newest_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("room", "best", "left"), [(3, False, [4, 3]), (2, False, [4, 3]), (2, True, [4, 1])])
+def test_a_disk_with_little_room_keeps_the_newest_checkpoint_and_the_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int, best: bool, left: list[int]
 ) -> None:
-    """The oldest is deleted before the third is written. The only one is never deleted."""
+    """Room for two: the new one is written beside the best one, or else beside the newest one."""
     heard = Heard()
-    saving = saving_in(tmp_path, heard, retention=Retention(newest=2))
-    limit = 2
+    saving = saving_in(tmp_path, heard, retention=Retention(newest=2), best="loss")
 
     def usage(path: object) -> object:
-        return type("usage", (), {"free": 2**40 if len(checkpoints(tmp_path)) < limit else 1000})
+        return type("usage", (), {"free": 2**40 if len(checkpoints(tmp_path)) < room else 1000})
 
     monkeypatch.setattr("shutil.disk_usage", usage)
     for step in range(1, 5):
         saving(state_at(step))
+        if step == 1 and best:
+            saving.evaluated(1, seen(0.5))
     saving.close()
-    assert heard.saved_steps == [1, 2, 3, 4] and heard.said == []
-    assert [step_of(path) for path in checkpoints(tmp_path)] == [4, 3]
-    limit = 1
-    only_one = saving_in(tmp_path, heard, retention=Retention(newest=1))
-    only_one(state_at(5))
-    only_one.close()
-    assert heard.saved_steps == [1, 2, 3, 4], "without room beside the newest checkpoint, that one stays"
-    assert next(step_of(path) for path in checkpoints(tmp_path)) == 4 and len(heard.said) == 1
+    assert heard.saved_steps == [1, 2, 3, 4]
+    assert [step_of(path) for path in checkpoints(tmp_path)] == left
+
+
+def test_the_only_checkpoint_is_never_deleted_for_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard = Heard()
+    saving = saving_in(tmp_path, heard, retention=Retention(newest=1))
+    usage = type("usage", (), {"free": 1000})
+    saving(state_at(1))
+    saving.due(state_at(1))
+    saving.close()
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
+    later = saving_in(tmp_path, heard, retention=Retention(newest=1))
+    later(state_at(2))
+    later.close()
+    assert heard.saved_steps == [1] and [step_of(path) for path in checkpoints(tmp_path)] == [1]
 
 
 def test_where_no_copy_can_be_made_training_waits_and_it_is_said_once(tmp_path: Path) -> None:

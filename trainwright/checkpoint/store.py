@@ -148,14 +148,17 @@ def prune(folder: Path, committed: Path, retention: Retention, run: str = "") ->
 
 
 def make_room(folder: Path, step: int, retention: Retention, run: str = "") -> bool:
-    """Delete the checkpoints that ``prune`` would delete after a save of ``step``. The newest one always stays.
+    """Delete one checkpoint before ``step`` is saved, on a disk without room. Return True if one was deleted.
 
-    Return True if any was deleted.
+    The oldest of those that ``prune`` would delete after the save goes first, then the oldest of the others. The best
+    one stays; without it, the newest one.
     """
     mine = [path for path in checkpoints(folder) if is_own(path, run) and (step_of(path) or 0) < step]
-    kept = retained([name_of(step), *(path.name for path in mine)], retention, read_best(folder, run))
-    surplus = [path for path in mine[1:] if path.name not in kept]
-    for path in surplus:
+    best = read_best(folder, run)
+    kept = retained([name_of(step), *(path.name for path in mine)], retention, best)
+    last = next((path for path in mine if best and path.name == name_of(best.step)), next(iter(mine), None))
+    surplus = sorted((path for path in mine if path != last), key=lambda path: (path.name in kept, path.name))
+    for path in surplus[:1]:
         delete(path, run)
     return bool(surplus)
 
