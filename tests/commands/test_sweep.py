@@ -29,6 +29,7 @@ def made(folder: Path, over: Mapping[str, object] = LR, **options: Any) -> Sweep
     ("written", "values"),
     [
         ("[a, b]", ("a", "b")),
+        ("1.0e-3,3.0e-3", (1e-3, 3e-3)),
         ("{16, 32}", (16, 32)),
         ({"a": None, "b": None}, ("a", "b")),
         ([[8, 2], [8, 8, 2]], ([8, 2], [8, 8, 2])),

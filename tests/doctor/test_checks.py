@@ -161,8 +161,7 @@ def test_a_topic_lists_its_codes(topic: str) -> None:
 @pytest.mark.parametrize(
     ("wrong", "right"),
     [
-        ("loss.softmax_before", "'loss.softmax_before_cross_entropy'"),
-        ("missing_zero_grad", "'optim.missing_zero_grad'"),
+        ("loss.sofmax_before_cross_entropi", "'loss.softmax_before_cross_entropy'"),
         ("precision.zzz", "precision."),
         ("qqq", "data., "),
         ("../data", "'data.'"),
@@ -174,6 +173,21 @@ def test_an_unknown_code_gets_a_suggestion(wrong: str, right: str) -> None:
     assert right in caught.value.remedy
     with pytest.raises(UsageError, match="there is no check"):
         choose_checks([wrong])
+
+
+@pytest.mark.parametrize(
+    ("words", "first"),
+    [
+        ("missing_zero_grad", "optim.missing_zero_grad"),
+        ("softmax cross_entropy", "loss.softmax_before_cross_entropy"),
+        ("Gradient NaN", "gradient.clip_spreads_nan"),
+        ("checkpoint average", "checkpoint.average_not_restored"),
+    ],
+)
+def test_words_find_the_codes_whose_pages_contain_them(words: str, first: str) -> None:
+    found = page(words).splitlines()
+    assert found[0].split()[0] == first and all("  " in line for line in found)
+    assert len(found) < len(page("").splitlines()) / 4
 
 
 @pytest.mark.process

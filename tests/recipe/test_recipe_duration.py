@@ -45,6 +45,7 @@ def test_spellings_and_round_trip(text: str, value: float, unit: str, canonical:
     ("text", "rule", "remedy"),
     [
         ("1000", "which unit", "1000steps"),
+        ("0.05", "which unit", "write 0.05run, 0.05ep, 0.05s or 0.05h"),
         ("", "number with a unit", "1000steps"),
         ("steps", "number with a unit", "1000steps"),
         ("10 ep", "without spaces", "10ep"),

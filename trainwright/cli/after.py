@@ -142,7 +142,11 @@ def replay(
 @verb()
 def explain(
     code: Annotated[
-        str, typer.Argument(metavar="CODE", help="A finding, such as optim.missing_zero_grad, or a topic: optim.")
+        str,
+        typer.Argument(
+            metavar="CODE",
+            help="A finding, such as optim.missing_zero_grad, a topic (optim), or words to search for.",
+        ),
     ] = "",
     as_json: Json = False,
 ) -> None:

@@ -314,7 +314,8 @@ def predict_run(run: Path, data: str, *, out: Path | None, which: str, batch: in
     found = predict(run, data, which=which, batch=batch, average=average)
     tensors = [each for each in tree_leaves(found) if isinstance(each, Tensor)]
     if out.suffix == ".npy" and not isinstance(found, Tensor):
-        raise UsageError(f"the model returns {len(tensors)} tensors, and .npy holds one", remedy="give --out file.pt")
+        kind = type(found).__name__
+        raise UsageError(f"the model returns a {kind}, and .npy holds one tensor", remedy="give --out file.pt")
     try:
         if isinstance(found, Tensor) and out.suffix == ".npy":
             with out.open("wb") as file:

@@ -27,7 +27,9 @@ def codes() -> tuple[str, ...]:
 
 
 def page(code: str, translate: Callable[[str], str] | None = None) -> str:
-    """Returns the page of a code; for a topic such as ``loss``, its codes with titles; for "" all codes.
+    """Returns the page of a code; for a topic such as ``loss`` its codes with titles; for "" all codes.
+
+    For any other word, or several, it returns the codes whose pages contain them.
 
     ``translate`` translates the texts of a page.
 
@@ -41,11 +43,20 @@ def page(code: str, translate: Callable[[str], str] | None = None) -> str:
     if (found := _page_of(code)) is not None:
         return found.markdown(code) if translate is None else found.translated(code, translate)
     topic = code.removesuffix("*").removesuffix(".")
-    group = [each for each in codes() if not topic or each.startswith(f"{topic}.")]
+    group = [each for each in codes() if not topic or each.startswith(f"{topic}.")] or _containing(code)
     if not group:
         raise UsageError(f"there is no page for {code!r}", remedy=_nearest(code))
     width = max(map(len, group))
     return "\n".join(f"{each:{width}}  {title(each)}" for each in group)
+
+
+def _containing(words: str) -> list[str]:
+    """Returns the codes whose pages contain all words: those with the words in code or title first."""
+    wanted = words.lower().replace("_", " ").split()
+    texts = {each: f"{each} {title(each)}".lower().replace("_", " ") for each in codes()}
+    heads = [each for each in texts if all(word in texts[each] for word in wanted)]
+    pages = [(each, _page_of(each)) for each in texts if each not in heads]
+    return heads + [each for each, found in pages if found and all(w in found.markdown(each).lower() for w in wanted)]
 
 
 def title(code: str) -> str:

@@ -153,7 +153,8 @@ def _number_and_unit(text: str) -> tuple[str, str]:
 
 def _without_unit(number: str) -> UsageError:
     rule = "a duration needs a unit: which unit?"
-    return _error(rule, f"write {number}steps, {number}ep, {number}s or {number}tok")
+    units = ("steps", "ep", "s", "tok") if float(number) >= 1 else ("run", "ep", "s", "h")
+    return _error(rule, f"write {', '.join(number + unit for unit in units[:-1])} or {number}{units[-1]}")
 
 
 def _scale(number: str, factor: float) -> float:

@@ -114,6 +114,8 @@ def parse_dimension(path: str, written: object, is_whole: Callable[[float], bool
             return _range(path, text, found, is_whole)
         if ".." in text:
             raise UsageError(f"{text!r} is not a range of numbers", remedy=FORMS)
+        if "," in text and text[:1] not in ("{", "["):
+            text = f"[{text}]"
         if text[:1] + text[-1:] in ("{}", "[]"):
             try:
                 written = read(f"[{text[1:-1]}]", path).value
