@@ -134,6 +134,14 @@ TWO: dict[str, dict[str, Any]] = {
         "model.activation_checkpointing": "block",
     },
     "zero_bubble": {"model": DEEP, "parallel.pipeline": 2, "parallel.schedule": "zero_bubble", "batch.micro": 3},
+    "zbv": {"model": DEEP, "parallel.pipeline": 2, "parallel.schedule": "zbv", "batch.micro": 3},
+    "dualpipev": {
+        "model": DEEP,
+        "parallel.pipeline": 2,
+        "parallel.schedule": "dualpipev",
+        "batch.micro": 2,
+        "model.activation_checkpointing": "block",
+    },
 }
 REFERENCES = {
     "sequence": "whole",
@@ -142,6 +150,8 @@ REFERENCES = {
     "1f1b": "tied",
     "interleaved": "deep",
     "zero_bubble": "deep",
+    "zbv": "deep",
+    "dualpipev": "deep",
 }
 
 
@@ -184,7 +194,13 @@ def test_two_ranks_divide_layers_stages_and_sequences(tmp_path: Path) -> None:
 
 def test_four_ranks_divide_layers_and_samples_and_go_on_in_one(tmp_path: Path) -> None:
     shallow = {"model": {"layers": 1}}  # each layer is divided alike
-    alone: dict[str, dict[str, Any]] = {"whole": {"model": TIED}, "shallow": shallow, "deep": {"model": DEEP}}
+    deeper = {"model": {**DEEP, "layers": 8}}
+    alone: dict[str, dict[str, Any]] = {
+        "whole": {"model": TIED},
+        "shallow": shallow,
+        "deep": {"model": DEEP},
+        "deeper": deeper,
+    }
     longer = {f"{name}-longer": {**settings, "until": "5steps"} for name, settings in alone.items()}
     trained(1, tmp_path, {**alone, **longer})
     layouts: dict[str, dict[str, Any]] = {
@@ -194,6 +210,15 @@ def test_four_ranks_divide_layers_and_samples_and_go_on_in_one(tmp_path: Path) -
         "stages-shards": {"model": TIED, "parallel.pipeline": 2, "parallel.shard": 2, "batch.micro": 2},
         "stages-tensor": {"model": TIED, "parallel.pipeline": 2, "parallel.tensor": 2, "batch.micro": 2},
         "stages": {"model": DEEP, "parallel.pipeline": 4, "batch.micro": 2},
+        "zbv": {**deeper, "parallel.pipeline": 4, "parallel.schedule": "zbv", "batch.micro": 2},
+        "dualpipev": {**deeper, "parallel.pipeline": 4, "parallel.schedule": "dualpipev", "batch.micro": 1},
+        "zbv-copies": {
+            "model": DEEP,
+            "parallel.pipeline": 2,
+            "parallel.replicate": 2,
+            "parallel.schedule": "zbv",
+            "batch.micro": 1,
+        },
     }
     trained(4, tmp_path, layouts)
     models = {id(settings["model"]): name for name, settings in alone.items()}

@@ -22,9 +22,11 @@ from torch.distributed import ProcessGroup, get_process_group_ranks, new_group
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
+    ScheduleDualPipeV,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
 )
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
@@ -32,7 +34,7 @@ from trainwright.assembly.stage_plan import StagedModel
 from trainwright.checkpoint.names import SHARED
 from trainwright.distributed import SOLO, Ranks, World
 from trainwright.distributed.split_plan import ties_of
-from trainwright.plan.splits import TWO_STAGE_SCHEDULES
+from trainwright.plan.splits import TWO_STAGE_SCHEDULES, V_SCHEDULES
 from trainwright.recipe.schema import PipelineSchedule
 
 SCHEDULES: dict[PipelineSchedule, Any] = {
@@ -40,8 +42,9 @@ SCHEDULES: dict[PipelineSchedule, Any] = {
     "1f1b": Schedule1F1B,
     "interleaved": ScheduleInterleaved1F1B,
     "zero_bubble": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+    "dualpipev": ScheduleDualPipeV,
 }
-"""Classes of torch. ScheduleZBVZeroBubble and ScheduleDualPipeV are left out: their ``eval`` fails in torch 2.13."""
 
 
 def stage_blocks(blocks: int, stages: int) -> list[list[int]]:
@@ -77,9 +80,10 @@ class Stages:
         ranks, rank = group.size(), group.rank()
         self._count, self._ranks = ranks * stages_per_rank(schedule), ranks
         shares = stage_blocks(len(by_table.plan.blocks if by_table else model.blocks), self._count)
-        mine = range(rank, self._count, ranks)
+        last_stage = self._count - 1
+        mine = (rank, last_stage - rank) if schedule in V_SCHEDULES else range(rank, self._count, ranks)
         kept = {block for index in mine for block in shares[index]}
-        self.is_first, self.is_last = rank == 0, rank == ranks - 1
+        self.is_first, self.is_last = 0 in mine, last_stage in mine
         places = [(each, {owner: model.get_submodule(owner) for owner, _ in each}) for each in ties_of(model)]
         if by_table:
             by_table.keep(kept, is_first=self.is_first, is_last=self.is_last)
@@ -93,15 +97,16 @@ class Stages:
         if len(mine) == 1:
             self._modules: dict[int, nn.Module] = {rank: model}
         else:
-            last = self._count - 1
             self._modules = {
-                index: _Stage(model, shares[index], is_first=index == 0, is_last=index == last) for index in mine
+                index: _Stage(model, shares[index], is_first=index == 0, is_last=index == last_stage) for index in mine
             }
 
     def fitting(self, num_micro: int) -> int:
         """Return the smallest number of micro-batches >= ``num_micro`` that the schedule supports."""
-        if self._schedule == "gpipe":
+        if self._schedule in ("gpipe", "zbv"):
             return num_micro
+        if self._schedule == "dualpipev":
+            return max(self._count, num_micro)
         each = self._ranks if self._schedule in TWO_STAGE_SCHEDULES else 1
         return max(self._ranks, -(-num_micro // each) * each)
 
@@ -112,11 +117,25 @@ class Stages:
     def make(self, num_micro: int, loss: Any) -> Any:
         """Return a schedule for ``num_micro`` micro-batches. Its gradients are sums over them, not means."""
         stages: list[_PipelineStageBase] = [
-            PipelineStage(module, index, self._count, self._device, group=self._group)
+            _LocalStage(module, index, self._count, self._device, group=self._group)
             for index, module in self._modules.items()
         ]
         one_or_more = stages if self._schedule in TWO_STAGE_SCHEDULES else stages[0]
         return SCHEDULES[self._schedule](one_or_more, num_micro, loss, scale_grads=False)
+
+
+class _LocalStage(PipelineStage):
+    """A stage that can be evaluated if the next one is on the same rank.
+
+    torch 2.13 and 2.14 pass gradients between such stages also in an evaluation, which has none.
+    """
+
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()  # type: ignore[no-untyped-call]
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
 
 class _Stage(nn.Module):

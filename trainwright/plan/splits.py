@@ -10,7 +10,9 @@ from trainwright.errors import Problem, RecipeError
 from trainwright.plan.parallel import NEEDS_WHOLE, Degrees
 from trainwright.recipe import Recipe
 
-TWO_STAGE_SCHEDULES = ("interleaved", "zero_bubble")
+V_SCHEDULES = ("zbv", "dualpipev")
+"""Pipeline schedules whose first and last stage are on the first rank, the second and the last but one on the next."""
+TWO_STAGE_SCHEDULES = ("interleaved", "zero_bubble", *V_SCHEDULES)
 """Pipeline schedules with two stages on each rank."""
 
 

@@ -155,7 +155,7 @@ class Watcher(Part):
     )
 
 
-PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
+PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev"]
 TensorStyle = Literal["column", "row", "column_gathered", "input", "per_head", "sequence", "scatter"]
 """The styles of a module under tensor parallelism: docs/how-to/divide-a-model.md."""
 StageStyle = Literal["first", "block", "last"]
@@ -228,7 +228,8 @@ class Parallel(Section):
         default="1f1b",
         description="The order of computation in a pipeline: all forward passes first (gpipe), one forward and one "
         "backward in turn (1f1b), or 1f1b with two stages on each rank (interleaved). zero_bubble also has two, and "
-        "computes gradients of weights while a rank would wait.",
+        "computes gradients of weights while a rank would wait. zbv and dualpipev do so, too, and place the last stage "
+        "on the rank of the first.",
     )
     sync_batchnorm: bool = Field(
         default=False,
