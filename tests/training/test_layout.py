@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor import config
 from torch.distributed.device_mesh import init_device_mesh
+from torch.fx import Graph
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import TensorDataset
 
@@ -51,10 +53,11 @@ def no_group_is_left() -> Iterator[None]:
         torch.distributed.destroy_process_group()
 
 
-def laid_out_on_first(model: nn.Module, mesh: RankMesh, loss: LossFn = language_model) -> LaidOut:
+def laid_out_on_first(model: nn.Module, mesh: RankMesh, loss: LossFn = language_model, **settings: object) -> LaidOut:
     """Return the part of the first rank."""
-    parallel = {name: getattr(mesh.degrees, name) for name in AXES}
-    loaded = from_mapping({"model": "gpt", "data": {"train": "digits"}, "parallel": parallel})
+    parallel = {name: getattr(mesh.degrees, name) for name in AXES} | settings
+    ask = {"use": "gpt", "compile": "async_tensor" in settings}
+    loaded = from_mapping({"model": ask, "data": {"train": "digits"}, "parallel": parallel})
     parts = Parts(model, Unwrapped(TensorDataset(IDS, IDS)), {}, loss)
     return lay_out(parts, loaded, mesh, torch.device("cpu"))
 
@@ -149,6 +152,39 @@ def test_ranks_exchange_tokens_and_sum_the_gradients_of_experts_over_their_copie
         sum_grads([p.grad for p in model.parameters() if p.grad is not None], mesh.sums, mesh.copies)
     of_experts = [("allreduce", copies, torch.float32, experts // degrees.expert)] if len(copies) > 1 else []
     assert sums.noted == [("allreduce", [*range(degrees.ranks)], torch.float32, rest), *of_experts]
+
+
+class GraphIsKnown(Exception):
+    """Ends the compilation: the operators would need a GPU."""
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of modules that torch imports
+@pytest.mark.parametrize("overlaps", [False, True], ids=["default", "async"])
+def test_the_compiler_overlaps_collectives_of_divided_layers_on_request(
+    overlaps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The graph is that of torch's compiler. CUDA and NCCL are only said to exist, and the ranks are not there."""
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    mesh = mesh_of(Degrees(tensor=2))
+    model = gpt(**{**SMALL, "vocab_size": 12, "layers": 1, "bias": False})  # products with a bias are not overlapped
+    settings = {"sequence": True, **({"async_tensor": True} if overlaps else {})}
+    found: list[str] = []
+
+    def note(graph: Graph) -> None:
+        found.extend(str(each.target) for each in graph.nodes)
+        raise GraphIsKnown
+
+    with config.patch(_micro_pipeline_tp=False, post_grad_custom_post_pass=note, fx_graph_cache=False):
+        with monkeypatch.context() as there:
+            there.setattr(torch.cuda, "is_available", lambda: True)
+            laid_out_on_first(model, mesh, **settings)
+        model.compile()
+        with pytest.raises(Exception, match="GraphIsKnown"):
+            model(IDS)
+    fused = [found.count(f"symm_mem.fused_{kind}.default") for kind in ("all_gather_matmul", "matmul_reduce_scatter")]
+    kinds = ("all_gather_into_tensor", "reduce_scatter_tensor")
+    alone = [found.count(f"_c10d_functional.{kind}.default") for kind in kinds]
+    assert (fused, alone) == (([3, 2], [1, 0]) if overlaps else ([0, 0], [4, 2]))
 
 
 class Learned(nn.Module):

@@ -325,6 +325,11 @@ def test_two_ranks_divide_models_that_were_not_made_for_it(tmp_path: Path) -> No
             DEEP,
             "was not shown to work with model.compile",
         ),
+        (
+            {"parallel.tensor": 2, "parallel.replicate": 2, "parallel.async_tensor": True, "device": "cpu"},
+            {},
+            "needs parallel.sequence(?s:.)*needs model.compile(?s:.)*needs CUDA devices",
+        ),
         ({"parallel.expert": 4}, {}, "GPT has no experts that ranks can divide"),
         ({"parallel.expert": 4}, {"experts": 6}, r"must divide the 6 experts(?s:.)*expert: 3"),
         ({"parallel.expert": 2, "parallel.shard": 2}, EXPERTS, "was not shown to work with parallel.shard"),

@@ -198,6 +198,7 @@ RULES: Mapping[str, Verdict | Callable[[RecipeDifference], Verdict]] = {
     "parallel.zero": ("safe", "the same sums in another order: last bits"),
     "parallel.tensor": ("safe", "the same layers, divided among other ranks: last bits; dropout draws other numbers"),
     "parallel.sequence": ("safe", "the same sums in another order: last bits; dropout draws other numbers"),
+    "parallel.async_tensor": ("safe", "the same sums in another order: last bits"),
     "parallel.context": ("safe", "the same sums in another order: last bits; dropout draws other numbers"),
     "parallel.expert": ("safe", "the same sums in another order: last bits; dropout draws other numbers"),
     "parallel.pipeline": ("safe", "the same layers on other ranks: last bits; dropout draws other numbers"),

@@ -196,6 +196,11 @@ class Parallel(Section):
     sequence: bool = Field(
         default=False, description="Also divide the operators between the divided layers, along the sequence."
     )
+    async_tensor: bool = Field(
+        default=False,
+        description="Overlap the communication of divided layers with their matrix products (torch.compile, symmetric "
+        "memory). Needs CUDA, sequence and model.compile. Not tested on a device.",
+    )
     context: Literal["auto"] | Count = Field(
         default=1,
         description="Ranks that each compute a part of every sequence; auto as with shard, for long sequences.",

@@ -20,7 +20,7 @@ from trainwright.checkpoint.shards import is_divided, local
 from trainwright.data.first_samples import first_samples
 from trainwright.data.loading import to_device
 from trainwright.data.ready_batches import ReadyBatches
-from trainwright.distributed import RankMesh
+from trainwright.distributed import RankMesh, choose_device
 from trainwright.distributed.split_plan import SplitPlan, model_shape, split_plan
 from trainwright.engine.evaluate import evaluating
 from trainwright.engine.loss import Batch, Loss, LossFn, as_loss_fn, loss_of_part
@@ -29,13 +29,13 @@ from trainwright.engine.rank_layout import RankLayout
 from trainwright.engine.stage_passes import PipelineStages, StagedPasses, inputs_of
 from trainwright.engine.synced_norms import LOCAL_STATISTICS, SyncedNorms
 from trainwright.engine.token_batch import ROW_LENGTHS
-from trainwright.errors import OutOfMemoryError, TrainwrightError, UsageError, text_of
+from trainwright.errors import OutOfMemoryError, Problem, RecipeError, TrainwrightError, UsageError, text_of
 from trainwright.models.gpt import TENSOR_PLAN
 from trainwright.optim.muon import HEAD_NAMES, head_names
 from trainwright.plan.make import Note
 from trainwright.plan.parallel import Degrees, solve_layout
 from trainwright.plan.splits import require_fitting
-from trainwright.recipe import Loaded
+from trainwright.recipe import Loaded, Recipe
 from trainwright.recipe.resolve import is_live
 from trainwright.recipe.schema import Parallel
 from trainwright.training.custom_objects import require_custom_step_fits
@@ -64,10 +64,28 @@ def require_layout(loaded: Loaded, parts: Parts | None, ranks: int) -> None:
 def _require_shape(model: nn.Module, loaded: Loaded, degrees: Degrees) -> SplitPlan:
     """Return how the layers are divided. Raises RecipeError if the model does not fit the layout."""
     with at_recipe(loaded.source, "parallel"):
+        if degrees.tensor > 1 and (problems := list(_of_async_tensor(loaded.recipe))):
+            raise RecipeError(problems)
         plan = split_plan(model, loaded.recipe.parallel.plan) if degrees.tensor > 1 else {}
         table = stage_plan(model, loaded.recipe.parallel.stages) if degrees.pipeline > 1 else None
         require_fitting(loaded.recipe, degrees, model_shape(model, plan, table))
     return plan
+
+
+def _of_async_tensor(recipe: Recipe) -> Iterator[Problem]:
+    """Yield what is missing to overlap the communication of tensor parallelism."""
+    path, remedy = "parallel.async_tensor", "or leave it out"
+    if not recipe.parallel.async_tensor:
+        return
+    if not recipe.parallel.sequence:
+        rule = "needs parallel.sequence: torch overlaps all-gathers and reduce-scatters, not sums"
+        yield Problem(path, rule, got="true", remedy=f"write sequence: true, {remedy}")
+    if not recipe.model.compile:
+        rule = "needs model.compile: it is a pass of torch.compile"
+        yield Problem(path, rule, got="true", remedy=f"write compile: true, {remedy}")
+    if (device := choose_device(recipe.device)).type != "cuda":
+        rule = "needs CUDA devices, whose memory the ranks of a machine share"
+        yield Problem(path, rule, got=f"true, on {device.type}", remedy=remedy.removeprefix("or "))
 
 
 class LaidOut(NamedTuple):
@@ -112,7 +130,7 @@ def _divide_layers(parts: Parts, loaded: Loaded, mesh: RankMesh, device: torch.d
     if not degrees.divides_model:
         return None
     from trainwright.assembly.pipeline import Stages, stage_blocks  # slow to import
-    from trainwright.distributed.tensor_parallel import apply_tensor_parallelism
+    from trainwright.distributed.tensor_parallel import apply_tensor_parallelism, overlap_collectives
 
     plan = _require_shape(model, loaded, degrees)
     if degrees.expert > 1:
@@ -127,6 +145,8 @@ def _divide_layers(parts: Parts, loaded: Loaded, mesh: RankMesh, device: torch.d
             inputs = inputs_of(parts.train.collate([_sample(parts)] * 2)).to(device)
             by_table.require_same(inputs, stage_blocks(len(table.blocks), degrees.pipeline))
     if degrees.tensor > 1:
+        if ask.async_tensor:
+            overlap_collectives(mesh.along("tensor"))
         divide = partial(apply_tensor_parallelism, model, mesh.along("tensor"), plan, sequence=ask.sequence)
         if getattr(model, "tensor_plan", None) is TENSOR_PLAN and not ask.plan:
             divide()
