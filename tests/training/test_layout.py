@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._inductor import config
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.fx import Graph
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import TensorDataset
@@ -19,7 +20,7 @@ import trainwright as tw
 from tests.exchanged import Collectives
 from trainwright.assembly.assemble import Parts
 from trainwright.checkpoint.cursor import MicroBatch, StepBatch
-from trainwright.checkpoint.shards import divides_layers, holds_parts
+from trainwright.checkpoint.shards import divides_layers, holds_parts, local
 from trainwright.commands.demo import demo
 from trainwright.data.unwrap import Unwrapped
 from trainwright.distributed import SOLO, RankMesh, Ranks, make_mesh
@@ -29,7 +30,7 @@ from trainwright.engine.losses import language_model
 from trainwright.engine.rank_layout import RankLayout
 from trainwright.engine.rank_sums import sum_grads
 from trainwright.engine.stage_passes import StagedPasses
-from trainwright.errors import OutOfMemoryError, UsageError
+from trainwright.errors import OutOfMemoryError, RecipeError, UsageError
 from trainwright.models.gpt import gpt
 from trainwright.models.moe import moe_gpt
 from trainwright.plan.parallel import AXES, Degrees
@@ -152,6 +153,43 @@ def test_ranks_exchange_tokens_and_sum_the_gradients_of_experts_over_their_copie
         sum_grads([p.grad for p in model.parameters() if p.grad is not None], mesh.sums, mesh.copies)
     of_experts = [("allreduce", copies, torch.float32, experts // degrees.expert)] if len(copies) > 1 else []
     assert sums.noted == [("allreduce", [*range(degrees.ranks)], torch.float32, rest), *of_experts]
+
+
+@pytest.mark.parametrize(
+    ("degrees", "dense", "shards", "copies"),
+    [
+        (Degrees(shard=2, expert=2), [*range(4)], [0, 2], [0]),
+        (Degrees(replicate=8, shard=64, expert=8), [*range(512)], [*range(0, 512, 8)], [*range(0, 4096, 512)]),
+    ],
+    ids=["4", "4096"],
+)
+def test_shards_of_experts_and_of_the_rest_are_on_other_ranks(
+    degrees: Degrees, dense: list[int], shards: list[int], copies: list[int]
+) -> None:
+    """Every gradient is summed over all ranks once, experts by the exchange of tokens among those that divide them."""
+    torch.distributed.init_process_group("fake", rank=0, world_size=degrees.ranks, store=FakeStore())
+    mesh = make_mesh(degrees, Ranks(), torch.device("cpu"))
+    model = moe_gpt(**{**SMALL, **EXPERTS, "layers": 1, "d_model": 64})
+    numbers = {name: each.numel() for name, each in model.named_parameters()}
+    laid_out_on_first(model, mesh)
+    assert holds_parts(model) and not divides_layers(model)  # each rank has samples of its own
+    parts = {name: local(each).numel() for name, each in model.named_parameters() if name.endswith(("up", "down"))}
+    assert parts == {name: numbers[name] // (degrees.shard * degrees.expert) for name in parts} != {}
+    with Collectives() as passes:
+        model(IDS).sum().backward()
+    found = [(name, ranks) for name, ranks, *_ in passes.noted if not name.startswith("all_to_all")]
+    found.remove(("alltoall_base", [*range(degrees.expert)]))  # numbers of tokens
+    forward = [("allgather_base", ranks) for ranks in (dense, dense, shards)]  # model, block, its experts
+    again = [("allgather_base", ranks) for ranks in (shards, dense)]
+    added = [("allreduce", copies)] if len(copies) > 1 else []
+    sums = [each for ranks in (shards, dense, dense) for each in (("reduce_scatter_base", ranks), *added)]
+    assert found == [*forward, *again, *sums]
+
+
+def test_shards_of_experts_need_a_torch_with_several_meshes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(_fsdp_common, "ShardPlacementResult")  # as in torch 2.11
+    with pytest.raises(RecipeError, match=r"parallel\.shard together need torch 2\.13"):
+        laid_out_on_first(moe_gpt(**{**SMALL, **EXPERTS}), mesh_of(Degrees(shard=2, expert=2)))
 
 
 class GraphIsKnown(Exception):

@@ -246,20 +246,33 @@ def test_ranks_divide_experts_and_go_on_on_another_number(tmp_path: Path) -> Non
     divided = {"two": {**alone["ema"], **two, **again, "batch.micro": 3}, "muon-two": {**muon, **two}}
     trained(2, tmp_path, {**divided, "half-two": {**half, **two}})
     copies = {**moe, **two, "parallel.replicate": 2, "batch.micro": 2}
-    trained(4, tmp_path, {"four": {**moe, "parallel.expert": 4}, "copies": copies, "whole-four": moe})
+    shards = {**moe, **two, "parallel.shard": 2}
+    four = {
+        "four": {**moe, "parallel.expert": 4},
+        "copies": copies,
+        "whole-four": moe,
+        "shards": {**shards, **again, "batch.micro": 2},
+        "zero1-shards": {**shards, "model.ema": 0.9, "parallel.zero": 1, "batch.micro": 1},
+        "muon-shards": {**muon, **shards},
+    }
+    trained(4, tmp_path, four)
     for name, reference in {
         "two": "ema",
         "muon-two": "muon",
         "four": "whole",
         "copies": "whole",
         "whole-four": "whole",
+        "shards": "whole",
+        "zero1-shards": "ema",
+        "muon-shards": "muon",
     }.items():
         require_same(tmp_path, name, reference)
     for one, other in zip(logged(tmp_path / "half-two", "step"), logged(tmp_path / "half", "step"), strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=2e-3)
     trained(1, tmp_path, {"four": {**longer, "resume": "four/run"}})
     trained(2, tmp_path, {"copies": {**longer, **two, "resume": "copies/run"}})
-    for name in ("four", "copies"):
+    trained(4, tmp_path, {"shards": {**longer, **two, "parallel.shard": 2, "resume": "shards/run"}})
+    for name in ("four", "copies", "shards"):
         require_same(tmp_path, name, "longer", resumed=True)
 
 
@@ -332,7 +345,7 @@ def test_two_ranks_divide_models_that_were_not_made_for_it(tmp_path: Path) -> No
         ),
         ({"parallel.expert": 4}, {}, "GPT has no experts that ranks can divide"),
         ({"parallel.expert": 4}, {"experts": 6}, r"must divide the 6 experts(?s:.)*expert: 3"),
-        ({"parallel.expert": 2, "parallel.shard": 2}, EXPERTS, "was not shown to work with parallel.shard"),
+        ({"parallel.expert": 2, "parallel.tensor": 2}, EXPERTS, "was not shown to work with parallel.tensor"),
         ({"parallel.expert": 4, "model.compile": True}, EXPERTS, "model.compile: does not work with parallel.expert"),
         (
             {"parallel.tensor": 2, "parallel.replicate": 2, "model.lora": {"rank": 2, "dora": True}},

@@ -127,7 +127,7 @@ class Stages:
 class _LocalStage(PipelineStage):
     """A stage that can be evaluated if the next one is on the same rank.
 
-    torch 2.13 and 2.14 pass gradients between such stages also in an evaluation, which has none.
+    torch 2.11 to 2.14 pass gradients between such stages also in an evaluation, which has none.
     """
 
     def get_local_bwd_output(self, mb_index: int) -> Any:

@@ -53,9 +53,10 @@ def divides_layers(model: nn.Module) -> bool:
     gathered = {id(p) for unit in units(model) if isinstance(unit, nn.Module) for p in unit.parameters()}
     for parameter in model.parameters():
         if is_divided(parameter):
-            axes = [placement for placement in parameter.placements if not placement.is_replicate()]
-            of_experts = parameter.device_mesh.mesh_dim_names == ("expert",)
-            if len(axes) > 1 or (axes and id(parameter) not in gathered and not of_experts):
+            axes = [axis for axis, placement in enumerate(parameter.placements) if not placement.is_replicate()]
+            if "expert" in (names := parameter.device_mesh.mesh_dim_names or ()):
+                axes.remove(names.index("expert"))  # its ranks have different samples
+            if len(axes) > 1 or (axes and id(parameter) not in gathered):
                 return True
     return False
 

@@ -26,6 +26,8 @@ class RankMesh:
         stages: Ranks with the other stages of this rank's model, in order.
         copies: Ranks with the same experts; None if experts are not divided.
         devices: torch's mesh with the axes of ``AXES``; None if the ranks are only copies of each other.
+        dense: The mesh whose axes ``replicate`` and ``shard`` divide weights that are no experts. If experts are
+            divided, too, its axis ``shard`` has the ranks of both axes.
     """
 
     degrees: Degrees
@@ -35,6 +37,7 @@ class RankMesh:
     stages: World = SOLO
     copies: World | None = None
     devices: DeviceMesh | None = None
+    dense: DeviceMesh | None = None
 
     @property
     def place(self) -> Degrees:
@@ -86,7 +89,12 @@ def make_mesh(degrees: Degrees, world: World, device: torch.device) -> RankMesh:
     if degrees.context > 1:
         sums = Ranks(devices["replicate", "shard", "context"]._flatten("sums").get_group())
     stages = Ranks(devices["pipeline"].get_group()) if degrees.pipeline > 1 else SOLO
+    dense = devices
+    if degrees.shard > 1 and degrees.expert > 1:  # then there are no other axes
+        dense = init_device_mesh(
+            device.type, (degrees.replicate, degrees.shard * degrees.expert), mesh_dim_names=("replicate", "shard")
+        )
     copies = None
     if degrees.expert > 1:
         copies = Ranks(devices["replicate"].get_group()) if degrees.replicate > 1 else SOLO
-    return RankMesh(degrees, world, data, sums, stages, copies, devices)
+    return RankMesh(degrees, world, data, sums, stages, copies, devices, dense)

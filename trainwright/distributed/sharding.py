@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_common as fsdp
+from torch.distributed.tensor import Shard
 
+from trainwright.distributed.split_plan import expert_modules, expert_weights
 from trainwright.errors import UsageError
 
 _16_BIT = (torch.float16, torch.bfloat16)
 
 
-def shard_model(model: nn.Module, mesh: DeviceMesh, *, zero: int = 3) -> int:
+def shard_model(model: nn.Module, mesh: DeviceMesh, *, zero: int = 3, of_experts: DeviceMesh | None = None) -> int:
     """Divide the parameters of ``model`` among the ranks of the last axis of ``mesh``; return the number of units.
 
     Along the first of two axes, ranks hold the same parts (HSDP). With ``zero`` 3 the full weights of a block exist
     while it computes; with 1 and 2 from its forward pass to its backward pass. Gradients are summed, not averaged, in
     at least float32. A parameter without dimensions is not divided. Every rank must hold the same weights before.
+    Experts that ``divide_experts`` has divided are sharded along ``of_experts``, on which their ranks have copies.
 
     Raises:
         UsageError: A block has weights of several dtypes.
     """
+    placement = None if of_experts is None else _placement_of_experts(model, of_experts)
     units = [*units_of(model), model]
     ignored = {p for p in model.parameters() if p.dim() == 0}
     with torch.no_grad():
@@ -38,12 +44,44 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, *, zero: int = 3) -> int:
         policy = MixedPrecisionPolicy(reduce_dtype=_reduced_in(unit, own), cast_forward_inputs=False)
         keeps = zero < 3 or unit is model
         sharded = fully_shard(
-            unit, mesh=mesh, reshard_after_forward=not keeps, mp_policy=policy, ignored_params=ignored
+            unit,
+            mesh=mesh,
+            reshard_after_forward=not keeps,
+            shard_placement_fn=placement,
+            mp_policy=policy,
+            ignored_params=ignored,
         )
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
         sharded.set_reduce_scatter_unused_params(True)  # another rank may use them
     return len(units)
+
+
+def _placement_of_experts(model: nn.Module, mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:
+    """Return a function with the division of a weight that ranks divide by experts already, and None for others.
+
+    Each expert is divided, so that the parts have equal sizes, or the experts if none of its dimensions fits.
+    """
+    experts = {weight for module in expert_modules(model) for weight in expert_weights(module)}
+    info = fsdp.FSDPMeshInfo(mesh, 0) if mesh.ndim == 1 else fsdp.HSDPMeshInfo(mesh, 1, 0)
+    ranks = mesh.size(mesh.ndim - 1)
+
+    def placement(weight: nn.Parameter) -> Any:
+        if weight not in experts:
+            return None
+        even = (dim for dim in range(1, weight.dim()) if weight.shape[dim] % ranks == 0)
+        return fsdp.ShardPlacementResult(Shard(next(even, 0)), info)
+
+    return placement
+
+
+def require_several_meshes() -> None:
+    """Raise UsageError if this version of torch shards all weights of a block over the same ranks."""
+    if not hasattr(fsdp, "ShardPlacementResult"):
+        raise UsageError(
+            f"parallel.expert and parallel.shard together need torch 2.13 or newer; this is {torch.__version__}",
+            remedy="install it, or use parallel.expert with parallel.replicate",
+        )
 
 
 def units_of(model: nn.Module) -> list[nn.Module]:

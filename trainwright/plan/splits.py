@@ -148,10 +148,10 @@ def _of_expert(recipe: Recipe, degrees: Degrees, shape: ModelShape) -> Iterator[
     elif shape.experts % expert:
         remedy = f"write expert: {nearest_divisor([shape.experts], expert)}"
         yield Problem("parallel.expert", f"must divide the {shape.experts} experts", got=str(expert), remedy=remedy)
-    for axis in ("shard", "tensor", "pipeline", "context"):
+    for axis in ("tensor", "pipeline", "context"):
         if getattr(degrees, axis) > 1:
-            rule = f"was not shown to work with parallel.{axis}"
-            yield Problem("parallel.expert", rule, got=str(expert), remedy="use it alone or with parallel.replicate")
+            rule, remedy = f"was not shown to work with parallel.{axis}", "use parallel.replicate and parallel.shard"
+            yield Problem("parallel.expert", rule, got=str(expert), remedy=remedy)
     if recipe.optimizer.use in NEEDS_WHOLE:
         yield _unsupported("optimizer.use", recipe.optimizer.use, "expert", "use adamw, adam or sgd")
     yield from _of_all(recipe, "expert")

@@ -66,6 +66,10 @@ def _require_shape(model: nn.Module, loaded: Loaded, degrees: Degrees) -> SplitP
     with at_recipe(loaded.source, "parallel"):
         if degrees.tensor > 1 and (problems := list(_of_async_tensor(loaded.recipe))):
             raise RecipeError(problems)
+        if degrees.shard > 1 and degrees.expert > 1:
+            from trainwright.distributed.sharding import require_several_meshes  # slow to import
+
+            require_several_meshes()
         plan = split_plan(model, loaded.recipe.parallel.plan) if degrees.tensor > 1 else {}
         table = stage_plan(model, loaded.recipe.parallel.stages) if degrees.pipeline > 1 else None
         require_fitting(loaded.recipe, degrees, model_shape(model, plan, table))
@@ -200,8 +204,11 @@ def _shard(model: nn.Module, loaded: Loaded, mesh: RankMesh) -> tuple[Note, ...]
             remedy="make it 1-dimensional, torch.ones(1), or leave parallel.shard or parallel.pipeline out",
         )
     axes = ("replicate", "shard") if degrees.replicate > 1 else ("shard",)
+    of_experts = mesh.along(*axes) if degrees.expert > 1 else None
+    dense = mesh.dense or mesh.devices
+    assert dense is not None
     with at_recipe(loaded.source, "parallel.shard"):
-        count = shard_model(model, mesh.along(*axes), zero=zero)
+        count = shard_model(model, dense[axes], zero=zero, of_experts=of_experts)
     if loaded.recipe.model.compile:
         model._compiled_call_impl = None  # gathering weights would break the graph of the full model at each unit
         for unit in units_of(model):
