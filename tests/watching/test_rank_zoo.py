@@ -48,8 +48,11 @@ def test_a_rank_that_hangs_leaves_its_stack(tmp_path: Path) -> None:
     severities = [each["severity"] for each in log if each["kind"] == "found" and each["code"] == "ranks.stalled"]
     assert severities == ["warning", "critical"] and second["error"]
     statuses = [one for each in log if each.get("experiment") == "ranks" for one in each["values"]["statuses"]]
-    started = {one["collective"] for one in statuses if one["stalled"]}
+    started = {one["recorded"][-1]["what"] for one in statuses if one["stalled"]}
     assert started == {"all_reduce of Float [1002]"}, "the gradients, in one bucket of DistributedDataParallel"
+    evidence = [one for each in log if each["kind"] == "found" for one in each["evidence"]]
+    [differ, *_] = [one["seen"] for one in evidence if one["measure"] == "collective in which the ranks differ"]
+    assert (differ["rank 0"], differ["rank 1"]) == ("all_reduce of Float [1002]", "not begun")
 
 
 def test_watched_ranks_reach_their_end_on_a_busy_machine(tmp_path: Path) -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
-from contextlib import suppress
 
-import torch
 from torch import Tensor, distributed, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -24,22 +21,6 @@ def num_collectives() -> int:
         return 0
     groups = distributed.distributed_c10d._world.pg_map  # torch has no public list of its groups
     return sum(group._get_sequence_number_for_group() for group in groups)  # type: ignore[attr-defined]
-
-
-def last_collective() -> str:
-    """Returns the last collective that this process has started, such as "all_reduce of Float [3]".
-
-    Returns "" if torch's flight recorder is off (``TORCH_FR_BUFFER_SIZE``).
-    """
-    c10d = getattr(torch._C, "_distributed_c10d", None)
-    dumps = [getattr(c10d, name, None) for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json")]
-    with suppress(RuntimeError, ValueError, KeyError):  # the format is private to torch
-        texts = [dump() for dump in dumps if dump is not None] if has_others() else []
-        if entries := [entry for text in texts for entry in json.loads(text).get("entries", [])]:
-            last = max(entries, key=lambda entry: entry["time_created_ns"])
-            tensors = [f"{dtype} {sizes}" for dtype, sizes in zip(last["input_dtypes"], last["input_sizes"])]
-            return f"{last['profiling_name'].rpartition(':')[2]} of {', '.join(tensors[:4])}"
-    return ""
 
 
 def what_is_shared(roots: Iterable[nn.Module], parameters: Iterable[Tensor]) -> str | None:

@@ -81,6 +81,16 @@ class NonfiniteFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CollectiveFacts:
+    """A collective of one rank: the last completed one of its group, or the first or the last one after it."""
+
+    group: str
+    number: int  # Its number in the group, the same on all ranks; 0 for a message between two ranks
+    what: str  # Its name with dtypes and shapes
+    is_done: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class RankStatus:
     """Progress of one rank."""
 
@@ -94,7 +104,7 @@ class RankStatus:
     ended: str = ""  # "" while the watch is active, "finished", or the error that ended it
     unused: tuple[str, ...] = ()  # Parameters that DistributedDataParallel found without a gradient
     where: str = ""  # Line at which its thread was when it was found to be stalled
-    collective: str = ""  # Last collective that it had started by then, if torch's flight recorder is on
+    recorded: tuple[CollectiveFacts, ...] = ()  # By then, if torch's flight recorder is on, in order of time
     nccl: tuple[str, ...] = ()  # Missing ranks and different counts that NCCL reports for the stall, on rank 0
     nonfinite: NonfiniteFacts | None = None  # Its first step that was not finite
     changes: tuple[WeightsChange, ...] = ()  # Weights that changed between updates

@@ -12,6 +12,7 @@ import pytest
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.diagnose import diagnose
 from trainwright.doctor.facts.ranks import (
+    CollectiveFacts,
     ExchangeFacts,
     NonfiniteFacts,
     RanksFacts,
@@ -287,6 +288,67 @@ def test_a_stalled_rank_with_a_report_of_nccl() -> None:
     found = findings(compared(lambda each: each, rank0=status(0, nccl=(report,)), rank1=stalled))[0]
     assert found.code == "ranks.stalled"
     assert [each.seen for each in found.evidence if each.measure == "report of NCCL (RAS)"] == [[report]]
+
+
+def collective(number: int, what: str, *, is_done: bool = False, group: str = "gloo group 0") -> CollectiveFacts:
+    return CollectiveFacts(group=group, number=number, what=what, is_done=is_done)
+
+
+SUM, COPY = "all_reduce of Float [3]", "broadcast of Float [3]"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "differ"),
+    [
+        ([collective(4, SUM)], [collective(4, COPY)], ["4 of gloo group 0", SUM, COPY]),
+        ([collective(4, SUM)], [collective(4, f"{SUM}, Float [1]")], ["4 of gloo group 0", SUM, f"{SUM}, Float [1]"]),
+        ([collective(4, SUM)], [collective(3, SUM, is_done=True)], ["4 of gloo group 0", SUM, "not begun"]),
+        (
+            [collective(4, SUM)],  # the root of a copy does not wait
+            [collective(4, COPY, is_done=True), collective(5, SUM)],
+            ["4 of gloo group 0", SUM, COPY],
+        ),
+        (
+            [collective(9, SUM, group="other"), collective(4, SUM, is_done=True)],
+            [collective(9, SUM, group="other"), collective(5, COPY)],
+            ["5 of gloo group 0", "not begun", COPY],
+        ),
+        (
+            [collective(3, SUM), collective(4, SUM)],  # it was not noted that the third has completed
+            [collective(3, SUM, is_done=True), collective(4, COPY)],
+            ["4 of gloo group 0", SUM, COPY],
+        ),
+        ([collective(4, SUM)], [collective(4, SUM)], []),
+        ([collective(4, "alltoall_base of Float [3]")], [collective(4, "alltoall_base of Float [0]")], []),
+        ([collective(0, "send 0->1 of Float [3]")], [collective(0, "recv 1<-0")], []),
+        ([collective(4, SUM)], [collective(4, COPY, group="other")], []),
+        ([collective(4, SUM)], [], []),
+    ],
+    ids=[
+        "kind",
+        "shapes",
+        "behind",
+        "passed",
+        "groups",
+        "late note",
+        "same",
+        "exchange",
+        "messages",
+        "apart",
+        "no record",
+    ],
+)
+def test_the_collective_in_which_stalled_ranks_differ(
+    first: list[CollectiveFacts], second: list[CollectiveFacts], differ: list[str]
+) -> None:
+    ranks = {
+        f"rank{rank}": status(rank, step=3, stalled=True, still_s=9.0, recorded=tuple(recorded))
+        for rank, recorded in enumerate((first, second))
+    }
+    found = findings(compared(lambda each: each, size=2, **ranks))[0]
+    assert found.code == "ranks.stalled"
+    seen = [each.seen for each in found.evidence if each.measure == "collective in which the ranks differ"]
+    assert [[*each.values()] for each in seen] == ([differ] if differ else [])  # type: ignore[attr-defined]
 
 
 def test_what_one_rank_writes_to_its_weights() -> None:

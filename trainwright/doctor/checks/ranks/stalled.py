@@ -11,8 +11,8 @@ def stalled(run: RunContext, facts: RanksFacts) -> Results:
     How it is detected: each rank reports many times a second; one makes no progress for longer than `patience_s`, or
     sends no report for 15 s. The finding is a warning while the process lives. If torch's flight recorder is on
     (`TORCH_FR_BUFFER_SIZE=2000`, the default of `trainwright train RECIPE -- ...`), the finding contains the last
-    collective of each rank. With NCCL, the finding contains the missing ranks and the different counts of collectives
-    that NCCL's RAS service reports.
+    collective of each rank, and the first one in which the ranks differ. With NCCL, the finding contains the missing
+    ranks and the different counts of collectives that NCCL's RAS service reports.
 
     Usual cause: that rank does something that the others do not (reads, evaluates, saves), hangs, or its process has
     ended.
@@ -37,7 +37,8 @@ def stalled(run: RunContext, facts: RanksFacts) -> Results:
     else:
         symptom = f"no rank makes progress for {first.still_s:.0f} s, {place}"
     reported = [line for each in statuses for line in each.nccl]
-    started = {f"rank {each.rank}": each.collective for each in still}
+    started = {f"rank {each.rank}": each.recorded[-1].what for each in still if each.recorded}
+    disputed = _disputed(still)
     yield run.finding(
         max(1, first.begun),
         symptom=symptom,
@@ -50,10 +51,35 @@ def stalled(run: RunContext, facts: RanksFacts) -> Results:
         evidence=[
             ("ranks that wait", [each.rank for each in still if each not in late], []),
             ("collectives begun by each rank", [each.collectives for each in statuses]),
-            *([("last collective of each stalled rank", started)] if any(started.values()) else []),
+            *([("last collective of each stalled rank", started)] if started else []),
+            *([("collective in which the ranks differ", disputed, {})] if disputed else []),
             *([("report of NCCL (RAS)", reported, [])] if reported else []),
         ],
     )
+
+
+_DIFFERENT_SHAPES = ("all_to_all", "alltoall", "scatter", "gather")
+"""Collectives whose inputs may have other shapes on each rank."""
+
+
+def _disputed(statuses: Sequence[RankStatus]) -> dict[str, str]:
+    """Returns what each rank has called instead of the first collective that has not completed on a rank of its group.
+
+    Returns {} if all ranks of the group have called the same, or have not recorded it.
+    """
+    pending = sorted((x.group, x.number) for s in statuses for x in s.recorded if not x.is_done and x.number)
+    for group, number in pending:
+        called: dict[str, str] = {}
+        for each in statuses:
+            numbers = {x.number: x.what for x in each.recorded if x.group == group}
+            if number in numbers:
+                called[f"rank {each.rank}"] = numbers[number]
+            elif numbers and max(numbers) < number:
+                called[f"rank {each.rank}"] = "not begun"
+        kinds = {name if (name := what.split()[0]).startswith(_DIFFERENT_SHAPES) else what for what in called.values()}
+        if len(kinds) > 1:
+            return {"collective": f"{number} of {group}", **called}
+    return {}
 
 
 def _last_of(statuses: Sequence[RankStatus]) -> list[RankStatus]:

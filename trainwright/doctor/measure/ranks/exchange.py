@@ -21,13 +21,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trainwright.distributed.board import Board, open_board
+from trainwright.distributed.flight_recorder import recorded
 from trainwright.distributed.ras import ras_problems, ras_report, uses_nccl
 from trainwright.distributed.threads import small_stacks
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.diagnose import diagnose
-from trainwright.doctor.facts.ranks import NonfiniteFacts, RanksFacts, RankStatus, RankStep, WeightsChange
+from trainwright.doctor.facts.ranks import (
+    CollectiveFacts,
+    NonfiniteFacts,
+    RanksFacts,
+    RankStatus,
+    RankStep,
+    WeightsChange,
+)
 from trainwright.doctor.measure.ranks.compare import Comparison
-from trainwright.recorder.ranks import last_collective, num_collectives
+from trainwright.recorder.ranks import num_collectives
 from trainwright.runs import records
 from trainwright.runs.json_values import strict
 from trainwright.runs.records import Found, Record, construct
@@ -89,7 +97,8 @@ class Exchange:
         self._posted: deque[str] = deque()
         self._place, self._progress_s = (0, "begin"), time.monotonic()  # written by the training thread
         self._status = RankStatus(rank=board.rank, host=socket.gethostname())  # written by the training thread
-        self._is_stalled, self._where, self._collective = False, "", ""  # written by the exchange thread
+        self._is_stalled, self._where = False, ""  # written by the exchange thread
+        self._recorded: tuple[CollectiveFacts, ...] = ()
         self._nccl: tuple[str, ...] = ()
         self._urgent = self._alarmed = False
         self._version = 0
@@ -223,7 +232,7 @@ class Exchange:
         """Returns the current status. Its time without progress changes as long as this thread is alive."""
         step, phase = self._place
         status = replace(self._status, step=step, phase=phase, stalled=self._is_stalled, where=self._where)
-        status = replace(status, collective=self._collective, nccl=self._nccl)
+        status = replace(status, recorded=self._recorded, nccl=self._nccl)
         if status.ended:
             return replace(status, stalled=False)
         still_s = round(time.monotonic() - self._progress_s, 3)
@@ -236,7 +245,7 @@ class Exchange:
         is_stalled = time.monotonic() - self._progress_s > patience_s and not self._status.ended
         if is_stalled != self._is_stalled:
             self._where = self._site.leave_stack(self.rank, self._thread_id) if is_stalled else ""
-            self._collective = last_collective() if is_stalled else ""
+            self._recorded = tuple(CollectiveFacts(**each._asdict()) for each in recorded()) if is_stalled else ()
             asks_nccl = is_stalled and self.rank == 0 and uses_nccl()  # one process can report on all processes
             self._nccl = ras_problems(ras_report()) if asks_nccl else ()
             self._is_stalled, self._urgent = is_stalled, True
