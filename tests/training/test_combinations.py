@@ -1,4 +1,4 @@
-"""Each way to train a model on each layout of two ranks: it equals one process, or is refused before the ranks meet.
+"""Each way to train a model on each layout of ranks: it equals one process, or is refused before the ranks meet.
 
 python -m tests.training.test_combinations > docs/reference/combinations.md
 """
@@ -40,6 +40,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "sequence": {"tensor": 2, "sequence": True},
     "pipeline": {"pipeline": 2},
     "expert": {"expert": 2},
+    "expert-shard": {"expert": 2, "shard": 2},
 }
 RECIPE: dict[str, Any] = {
     "until": "4steps",
@@ -79,11 +80,15 @@ def recipe_of(feature: str, layout: str | None) -> dict[str, Any]:
     return {**RECIPE, **FEATURES[feature], "name": f"{feature}-{layout}", "parallel": parallel}
 
 
+def num_ranks(layout: str) -> int:
+    return 4 if "-" in layout else 2
+
+
 def refusal(feature: str, layout: str) -> str | None:
     """Return why a combination is refused. Ranks that do not exist are not waited for."""
     loaded: Loaded = from_mapping(recipe_of(feature, layout))
     try:
-        require_trainable(loaded, None, 2)
+        require_trainable(loaded, None, num_ranks(layout))
     except RecipeError as error:
         return "; ".join(f"`{each.path}` {each.rule}" for each in error.problems)
     return None
@@ -112,7 +117,7 @@ def largest_difference(run: Path, other: Path) -> float:
 
 HEAD = """# Combinations of features and layouts
 
-Two ranks train a small GPT in fp32 with each feature and each layout.
+Two ranks train a small GPT in fp32 with each feature and each layout, four ranks with `expert` and `shard`.
 
 - **equal**: losses, gradient norms and weights of four steps differ from those of one process by at most {tolerance:g}.
 - **refused**: the run ends with an error before the ranks connect.
@@ -132,8 +137,11 @@ NOTES = """
 - Muon: with `pipeline`, the output layer of the full model is trained with AdamW, as in one process.
 - tied: embedding and output layer share a weight. Trained with Muon, which leaves this weight to AdamW. With
   `pipeline`, the first and the last stage have a copy each, and the sum of their gradients updates both.
-- MoE: only `expert` divides the experts. The router biases follow the load of all ranks. In a pipeline, forward passes
-  of a step follow its first backward pass, and short batches are padded, so the load would not be that of one process.
+- pipeline: the schedule `1f1b`. `tests/training/test_tensor_ranks.py` compares the other schedules.
+- MoE: only `expert` computes different experts on different ranks. With `shard`, each rank gathers all experts of a
+  block; with `tensor`, it has all of them. The router biases follow the load of all ranks. In a pipeline, forward
+  passes of a step follow its first backward pass, and short batches are padded, so the load would not be that of one
+  process.
 """
 
 
@@ -164,9 +172,13 @@ def test_the_page_is_what_is_refused(project: Path) -> None:
 def test_what_is_not_refused_equals_one_process(project: Path) -> None:
     works = [name for name in NAMES if refusal(*name) is None]
     trained(project / "one", 1, {feature: {**recipe_of(feature, None), "name": feature} for feature in FEATURES})
-    trained(project / "two", 2, {"-".join(name): recipe_of(*name) for name in works})
+    for count in (2, 4):
+        those = [name for name in works if num_ranks(name[1]) == count]
+        trained(project / str(count), count, {"-".join(name): recipe_of(*name) for name in those})
     apart = {
-        name: largest_difference(project / "two/runs" / "-".join(name), project / "one/runs" / name[0])
+        name: largest_difference(
+            project / str(num_ranks(name[1])) / "runs" / "-".join(name), project / "one/runs" / name[0]
+        )
         for name in works
     }
     assert {name: number for name, number in apart.items() if number > TOLERANCE} == {}
