@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from tests import ranks
-from trainwright.distributed.flight_recorder import Recorded, read_entries, recorded
+from trainwright.doctor.measure.ranks.flight_recorder import read_entries, recorded
 
 STALL = """
 import json, os, sys, threading, time
 os.environ["TORCH_FR_BUFFER_SIZE"] = "100"
 import torch
 from torch import distributed
-from trainwright.distributed.flight_recorder import recorded
+from trainwright.doctor.measure.ranks.flight_recorder import recorded
 
 distributed.init_process_group("gloo")
 rank, pair = distributed.get_rank(), distributed.new_group([0, 1])
@@ -28,7 +28,7 @@ threading.Thread(target=calls[rank], daemon=True).start()
 store = distributed.distributed_c10d._get_default_store()
 while not any(each.number == 4 for each in recorded()):
     time.sleep(0.01)
-print(json.dumps(recorded()), flush=True)
+print(json.dumps([[x.group, x.number, x.what, x.is_done] for x in recorded()]), flush=True)
 if rank == 0:  # its process has the store, so it ends last
     store.set("read 0", "")
     store.wait(["read 1"])
@@ -83,14 +83,15 @@ def test_a_process_that_is_ahead_of_the_device() -> None:
         entry(3, "nccl:coalesced", "scheduled", process_group=["3", "undefined"], input_sizes=[], input_dtypes=[]),
     ]
     default, stages = "nccl group 0 (default_pg, 8 ranks from 0)", "nccl group 2 (mesh_pipeline, 2 ranks from 4)"
-    assert read_entries(json.loads(json.dumps(entries)), {"0": [*range(8)], "2": [4, 5]}) == [
-        Recorded(stages, 0, "send 0->1 of Float [3, 4]", False),
-        Recorded("nccl group 3 (undefined, 0 ranks from 0)", 3, "coalesced", False),
-        Recorded(default, 7, "all_reduce of Float [3, 4]", True),
-        Recorded(default, 8, "_reduce_scatter_base of BFloat16 [12]", False),
-        Recorded(default, 10, "_all_gather_base of Float [3, 4]", False),
+    found = read_entries(json.loads(json.dumps(entries)), {"0": [*range(8)], "2": [4, 5]})
+    assert [(each.group, each.number, each.what, each.is_done) for each in found] == [
+        (stages, 0, "send 0->1 of Float [3, 4]", False),
+        ("nccl group 3 (undefined, 0 ranks from 0)", 3, "coalesced", False),
+        (default, 7, "all_reduce of Float [3, 4]", True),
+        (default, 8, "_reduce_scatter_base of BFloat16 [12]", False),
+        (default, 10, "_all_gather_base of Float [3, 4]", False),
     ]
 
 
 def test_a_process_without_ranks() -> None:
-    assert recorded() == []
+    assert recorded() == ()

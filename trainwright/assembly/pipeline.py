@@ -52,11 +52,6 @@ def stage_blocks(blocks: int, stages: int) -> list[list[int]]:
     return [part.tolist() for part in np.array_split(np.arange(blocks), stages)]
 
 
-def stages_per_rank(schedule: PipelineSchedule) -> int:
-    """Return the number of stages that each rank computes."""
-    return 2 if schedule in TWO_STAGE_SCHEDULES else 1
-
-
 class Stages:
     """The stages of this rank, one or two, and the schedules that run them.
 
@@ -78,7 +73,8 @@ class Stages:
         self._device = device
         self._by_table = by_table
         ranks, rank = group.size(), group.rank()
-        self._count, self._ranks = ranks * stages_per_rank(schedule), ranks
+        self._has_two = schedule in TWO_STAGE_SCHEDULES
+        self._count, self._ranks = ranks * (1 + self._has_two), ranks
         shares = stage_blocks(len(by_table.plan.blocks if by_table else model.blocks), self._count)
         last_stage = self._count - 1
         mine = (rank, last_stage - rank) if schedule in V_SCHEDULES else range(rank, self._count, ranks)
@@ -107,7 +103,7 @@ class Stages:
             return num_micro
         if self._schedule == "dualpipev":
             return max(self._count, num_micro)
-        each = self._ranks if self._schedule in TWO_STAGE_SCHEDULES else 1
+        each = self._ranks if self._has_two else 1
         return max(self._ranks, -(-num_micro // each) * each)
 
     def as_returned(self, output: Tensor) -> object:
@@ -120,7 +116,7 @@ class Stages:
             _LocalStage(module, index, self._count, self._device, group=self._group)
             for index, module in self._modules.items()
         ]
-        one_or_more = stages if self._schedule in TWO_STAGE_SCHEDULES else stages[0]
+        one_or_more = stages if self._has_two else stages[0]
         return SCHEDULES[self._schedule](one_or_more, num_micro, loss, scale_grads=False)
 
 

@@ -104,15 +104,14 @@ def _of_pipeline(recipe: Recipe, degrees: Degrees, shape: ModelShape) -> Iterato
         rule = f"only the first and the last stage can share a weight, and one weight is {shape.tied_blocks}"
         remedy = "give each block a weight of its own, or use parallel.shard, which divides any model"
         yield Problem("parallel.pipeline", rule, got=str(pipeline), remedy=remedy)
-    if has_two and shape.by_table:
-        rule = f"has two stages on each rank, and {shape.name} is cut by a table, into one for each"
-        yield Problem("parallel.schedule", rule, got=schedule, remedy="write 1f1b")
-    if has_two and recipe.model.compile:
-        rule = "was not shown to work with model.compile: two stages lie on each rank"
-        yield Problem("parallel.schedule", rule, got=schedule, remedy="write 1f1b")
-    if has_two and degrees.shard > 1:
-        rule = "was not shown to work with parallel.shard: two stages lie on each rank"
-        yield Problem("parallel.schedule", rule, got=schedule, remedy="write 1f1b")
+    for is_given, obstacle in (
+        (shape.by_table, f"{shape.name}: it is cut by a table, into one for each"),
+        (recipe.model.compile, "model.compile"),
+        (degrees.shard > 1, "parallel.shard"),
+    ):
+        if has_two and is_given:
+            rule = f"has two stages on each rank, which was not shown to work with {obstacle}"
+            yield Problem("parallel.schedule", rule, got=schedule, remedy="write 1f1b")
     if recipe.optimizer.groups:
         yield _unsupported(
             "optimizer.groups", "a list", "pipeline", "leave it out: a stage may have nothing that matches"

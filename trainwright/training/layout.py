@@ -78,18 +78,15 @@ def _require_shape(model: nn.Module, loaded: Loaded, degrees: Degrees) -> SplitP
 
 def _of_async_tensor(recipe: Recipe) -> Iterator[Problem]:
     """Yield what is missing to overlap the communication of tensor parallelism."""
-    path, remedy = "parallel.async_tensor", "or leave it out"
     if not recipe.parallel.async_tensor:
         return
-    if not recipe.parallel.sequence:
-        rule = "needs parallel.sequence: torch overlaps all-gathers and reduce-scatters, not sums"
-        yield Problem(path, rule, got="true", remedy=f"write sequence: true, {remedy}")
-    if not recipe.model.compile:
-        rule = "needs model.compile: it is a pass of torch.compile"
-        yield Problem(path, rule, got="true", remedy=f"write compile: true, {remedy}")
-    if (device := choose_device(recipe.device)).type != "cuda":
-        rule = "needs CUDA devices, whose memory the ranks of a machine share"
-        yield Problem(path, rule, got=f"true, on {device.type}", remedy=remedy.removeprefix("or "))
+    for is_given, what in (
+        (recipe.parallel.sequence, "parallel.sequence: torch overlaps all-gathers and reduce-scatters, not sums"),
+        (recipe.model.compile, "model.compile: it is a pass of torch.compile"),
+        (choose_device(recipe.device).type == "cuda", "CUDA devices that read each other's memory"),
+    ):
+        if not is_given:
+            yield Problem("parallel.async_tensor", f"needs {what}", got="true", remedy="set this, too, or leave it out")
 
 
 class LaidOut(NamedTuple):

@@ -86,7 +86,7 @@ class CollectiveFacts:
 
     group: str
     number: int  # Its number in the group, the same on all ranks; 0 for a message between two ranks
-    what: str  # Its name with dtypes and shapes
+    what: str  # Its name with dtypes and shapes, such as "all_reduce of Float [3]"
     is_done: bool
 
 

@@ -21,7 +21,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trainwright.distributed.board import Board, open_board
-from trainwright.distributed.flight_recorder import recorded
 from trainwright.distributed.ras import ras_problems, ras_report, uses_nccl
 from trainwright.distributed.threads import small_stacks
 from trainwright.doctor.context import RunContext
@@ -35,6 +34,7 @@ from trainwright.doctor.facts.ranks import (
     WeightsChange,
 )
 from trainwright.doctor.measure.ranks.compare import Comparison
+from trainwright.doctor.measure.ranks.flight_recorder import recorded
 from trainwright.recorder.ranks import num_collectives
 from trainwright.runs import records
 from trainwright.runs.json_values import strict
@@ -245,7 +245,7 @@ class Exchange:
         is_stalled = time.monotonic() - self._progress_s > patience_s and not self._status.ended
         if is_stalled != self._is_stalled:
             self._where = self._site.leave_stack(self.rank, self._thread_id) if is_stalled else ""
-            self._recorded = tuple(CollectiveFacts(**each._asdict()) for each in recorded()) if is_stalled else ()
+            self._recorded = recorded() if is_stalled else ()
             asks_nccl = is_stalled and self.rank == 0 and uses_nccl()  # one process can report on all processes
             self._nccl = ras_problems(ras_report()) if asks_nccl else ()
             self._is_stalled, self._urgent = is_stalled, True
