@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainwright.checkpoint.rng import preserved_rng
+from trainwright.checkpoint.rng import preserved_rng, reseed
 from trainwright.distributed.split_plan import names_like
 from trainwright.errors import UsageError, text_of
 from trainwright.recipe.schema import StageStyle
@@ -138,7 +138,7 @@ class StagedModel:
         """
         if not inputs.is_floating_point() and inputs.dim() > 1:
             inputs = inputs[:, :MAX_POSITIONS_TRIED]
-        with torch.no_grad(), preserved_rng(), _ready_to_try(self.model):
+        with torch.no_grad(), preserved_rng(), ready_to_try(self.model):
             try:
                 made = self.model(inputs)
                 self._made = None if isinstance(made, Tensor) else type(made)
@@ -204,17 +204,22 @@ def _tensor_of(made: Any) -> Tensor:
 
 
 @contextmanager
-def _ready_to_try(model: nn.Module) -> Iterator[None]:
-    """Context without dropout and without zero weights, which would hide differences."""
+def ready_to_try(model: nn.Module) -> Iterator[None]:
+    """Context without dropout and with random weights instead of zeros, which would hide differences.
+
+    The random weights are the same on all ranks. The model may be divided meanwhile.
+    """
     modes = [(module, module.training) for module in model.modules()]
-    zeros = [each for each in model.parameters() if each.numel() and not each.any()]
+    zeros = [name for name, each in model.named_parameters() if each.numel() and not each.any()]
+    with preserved_rng():
+        reseed(0)
+        for name in zeros:
+            nn.init.normal_(model.get_parameter(name), std=0.02)
+    model.eval()
     try:
-        model.eval()
-        for each in zeros:
-            nn.init.normal_(each, std=0.02)
         yield
     finally:
-        for each in zeros:
-            nn.init.zeros_(each)
+        for name in zeros:
+            nn.init.zeros_(model.get_parameter(name))
         for module, mode in modes:
             module.training = mode

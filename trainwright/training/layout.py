@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,8 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from trainwright.assembly.assemble import Parts, at_recipe, build_dataset, build_model, compile_in_place
-from trainwright.assembly.stage_plan import StagedModel, stage_plan
-from trainwright.checkpoint.rng import reseed
+from trainwright.assembly.stage_plan import StagedModel, ready_to_try, stage_plan
 from trainwright.checkpoint.shards import is_divided, local
 from trainwright.data.first_samples import first_samples
 from trainwright.data.loading import to_device
@@ -315,7 +313,7 @@ class LossAndNorms(NamedTuple):
 def divide_and_try(model: nn.Module, divide: Callable[[], None], loss_fn: LossFn, batch: Any, ranks: int) -> None:
     """Divide the model and check it. All ranks must call it. Raises UsageError if loss or gradients change."""
     batch = _shortened(batch, ranks)
-    with _without_zeros(model):
+    with ready_to_try(model):
         whole = _try(model, loss_fn, batch)
         divide()
         try:
@@ -388,19 +386,3 @@ def _shortened(batch: Any, ranks: int) -> Any:
     if isinstance(cut, Mapping) and ROW_LENGTHS in cut:
         return {**cut, ROW_LENGTHS: [min(each, count) for each in cut[ROW_LENGTHS]]}
     return cut
-
-
-@contextmanager
-def _without_zeros(model: nn.Module) -> Iterator[None]:
-    """Replace zero weights by random ones, equal on all ranks, since zeros would hide errors in what they scale."""
-    zeros = [name for name, each in model.named_parameters() if each.numel() and not each.any()]
-    with torch.no_grad(), evaluating(model):
-        reseed(0)
-        for name in zeros:
-            model.get_parameter(name).normal_(std=0.02)
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for name in zeros:
-                model.get_parameter(name).zero_()
