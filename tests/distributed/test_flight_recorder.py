@@ -18,6 +18,8 @@ import torch
 from torch import distributed
 from trainwright.doctor.measure.ranks.flight_recorder import recorded
 
+empty = b'{"comm_lib_version":"","nccl_comm_state":{},"pg_config":{},"pg_status":{},"version":"2.10"}'
+torch._C._distributed_c10d._dump_nccl_trace_json = lambda: empty  # as a torch with NCCL writes it in a job of gloo
 distributed.init_process_group("gloo")
 rank, pair = distributed.get_rank(), distributed.new_group([0, 1])
 for _ in range(3):

@@ -32,7 +32,7 @@ def recorded() -> tuple[CollectiveFacts, ...]:
     with suppress(RuntimeError, ValueError, LookupError, TypeError):
         groups = distributed.distributed_c10d._world.pg_names  # torch has no public list of its groups
         ranks = {str(name): distributed.get_process_group_ranks(group) for group, name in groups.items()}
-        return read_entries([entry for dump in dumps for entry in json.loads(dump())["entries"]], ranks)
+        return read_entries([entry for dump in dumps for entry in json.loads(dump()).get("entries", [])], ranks)
     return ()
 
 
