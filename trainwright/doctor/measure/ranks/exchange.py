@@ -44,6 +44,7 @@ TICK_S = 0.05  # Interval at which the thread reads the board
 TICK_RANK_S = 0.002  # Added to TICK_S for each rank
 CLOSE_TIMEOUT_S = 3.0  # Time that a finished rank waits for reports of the others
 FAILED_TIMEOUT_S = 1.0  # The same for a failed rank. The others may have failed, too
+RECORDS_PATIENCE = 1.2  # Time for the reports of all ranks on a stall / patience_s; patience_s is 0.8 of the timeout
 ENDED_TIMEOUT_S = 5.0  # A rank without progress for this time is stalled if another rank has ended
 
 
@@ -195,6 +196,9 @@ class Exchange:
             self.facts = construct(RanksFacts, json.loads(found[0]))
         facts = self.facts
         if facts is None or self._alarmed or self._closing.is_set() or not self._is_stalled:
+            return
+        are_known = all(each.stalled or each.silent_s or each.ended for each in facts.statuses)
+        if not are_known and time.monotonic() - self._progress_s < RECORDS_PATIENCE * self._patience_s:
             return
         if any(each.stalled or each.silent_s for each in facts.statuses):
             self._alarmed = True  # the stalled loop cannot read the facts
