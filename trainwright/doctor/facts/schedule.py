@@ -72,5 +72,6 @@ class LearningRateFacts:
     peak: float = 0.0  # Highest learning rate so far
     zero_steps: int = 0  # Number of steps with a learning rate of 0
     exhausted: int | None = None  # The step since which the learning rate has been below a thousandth of its peak
+    climbed: tuple[float, ...] = ()  # First rise after the end of a cosine: step, rate before, rate after
     base: float = 0.0  # The highest ``initial_lr``; 0 without a scheduler
     schedulers: tuple[SchedulerFacts, ...] = ()

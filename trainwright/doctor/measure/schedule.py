@@ -132,6 +132,8 @@ class Schedules(Probe):
         found.lrs = (*found.lrs, (found.steps, lr))[-MAX_CHANGES:]
         if before is not None:
             why = "fell" if lr < before else "climbs" if any(map(_is_past_its_end, self._schedulers.values())) else ""
+            if why == "climbs":
+                found.climbed = found.climbed or (found.steps, before, lr)
             self._be_urgent(why)  # a fault shows at the first change
 
     def _be_urgent(self, why: str) -> None:

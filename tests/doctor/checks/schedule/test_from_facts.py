@@ -41,8 +41,14 @@ def metrics(mode: str, values: list[float]) -> LearningRateFacts:
             replace(PLAIN, schedulers=(replace(ONCE, windows=(Window(2, 1, 2),) * 8),)), ["warning"]),
         ("unit_mismatch",
             replace(PLAIN, schedulers=(replace(ONCE, repeated=3, advanced_once=20),)), ["warning"]),
+        ("cosine_climbs", replace(PLAIN, lrs=((1, 0.1), (5, 0.01), (9, 0.05), (12, 0.02)), climbed=(9, 0.01, 0.05),
+            schedulers=(part("CosineAnnealingLR", T_max=5.0, last_epoch=12),)), ["warning"]),
         ("cosine_climbs", replace(PLAIN, lrs=((1, 0.1), (5, 0.01), (9, 0.05)),
-            schedulers=(part("CosineAnnealingLR", T_max=5.0, last_epoch=9),)), ["warning"]),
+            schedulers=(part("CosineAnnealingLR", T_max=9.0, last_epoch=9),)), []),
+        ("unit_mismatch", replace(PLAIN, steps=12, length=40, lrs=((1, 0.1), (2, 0.09)), schedulers=(replace(
+            part("CosineAnnealingLR", T_max=8.0, last_epoch=2), windows=(Window(1, 1, 1),) * 8),)), ["warning"]),
+        ("unit_mismatch", replace(PLAIN, steps=12, length=40, lrs=((1, 0.1), (2, 0.09)), schedulers=(replace(
+            part("CosineAnnealingLR", T_max=40.0, last_epoch=2), windows=(Window(1, 1, 1),) * 8),)), []),
         ("cosine_climbs", replace(PLAIN, lrs=((1, 0.1), (5, 0.01), (9, 0.05)),
             schedulers=(part("CosineAnnealingWarmRestarts", last_epoch=9),)), []),
         ("never_stepped", replace(PLAIN, zero_steps=9, schedulers=()), ["critical"]),

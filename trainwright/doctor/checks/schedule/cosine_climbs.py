@@ -8,7 +8,7 @@ def cosine_climbs(run: RunContext, facts: LearningRateFacts) -> Results:
 
     Why it matters: after twice `T_max` it is at its peak again; the run ends with a high rate and does not converge.
 
-    How it is detected: `CosineAnnealingLR` with `last_epoch > T_max` whose rate rises.
+    How it is detected: the rate rises while a `CosineAnnealingLR` has `last_epoch > T_max`.
 
     Exceptions: schedules whose class is a cycle (warm restarts, one-cycle, cyclic).
 
@@ -18,18 +18,17 @@ def cosine_climbs(run: RunContext, facts: LearningRateFacts) -> Results:
 
     Sources: CodefyUI#205, HALOs#33.
     """
-    rates = [lr for _, lr in facts.lrs]
-    if len(rates) < 3:
+    if len(facts.lrs) < 3:
         yield NotApplicable("the learning rate is constant")
         return
     parts = [part for each in facts.schedulers for part in each.parts if part.kind == "CosineAnnealingLR"]
     past = [(part.T_max, part.last_epoch) for part in parts if part.T_max is not None and part.last_epoch > part.T_max]
-    if past and rates[-1] > rates[-2]:
-        length, calls = past[0]
+    if past and facts.climbed:
+        (length, calls), (step, before, now) = past[0], facts.climbed
         yield run.finding(
-            symptom=f"the learning rate rises again, {rates[-2]:.3g} -> {rates[-1]:.3g}: the cosine ends after "
+            symptom=f"the learning rate rises again, {before:.3g} -> {now:.3g}: the cosine ends after "
             f"{length:g} calls of scheduler.step()",
-            since_step=int(facts.lrs[-1][0]),
+            since_step=int(step),
             evidence=[("calls of scheduler.step()", calls, f"<= {length:g}")],
-            trial=RemedyTrial("another_rate", {"lr": max(min(rates), 0.01 * facts.peak)}),
+            trial=RemedyTrial("another_rate", {"lr": max(min(lr for _, lr in facts.lrs), 0.01 * facts.peak)}),
         )

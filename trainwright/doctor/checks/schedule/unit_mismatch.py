@@ -83,7 +83,9 @@ def _over_in_an_epoch(facts: LearningRateFacts, each: SchedulerFacts) -> str:
 
 
 def _full_steps(part: PartFacts) -> float:
-    """Returns the sum of all factors that a decaying schedule will ever give."""
+    """Returns the sum of all factors that a decaying schedule will ever give, and twice the length of a cosine."""
+    if part.kind == "CosineAnnealingLR":  # its end must be in the first half of an epoch to be a fault
+        return 2.0 * (part.T_max or math.inf)
     gamma = 1.0 if part.gamma is None else part.gamma
     if not 0 <= gamma < 0.999:
         return math.inf
