@@ -160,10 +160,14 @@ MIN_AGE_STEPS = 20
 
 @dataclass
 class _Taken:
-    """A dictionary of live tensors. ``is_done``: it was copied with its original values, or loaded or saved."""
+    """A dictionary of live tensors. ``is_done``: it was copied with its original values, or loaded or saved.
+
+    A shallow copy of the dictionary has the same ``values``. They share the version counters of the ``weights``.
+    """
 
     state: weakref.ref[dict[str, object]]
-    tensors: tuple[Tensor, ...]
+    values: tuple[weakref.ref[Tensor], ...]
+    weights: tuple[Tensor, ...]
     versions: int
     step: int
     source: str | None
@@ -171,7 +175,16 @@ class _Taken:
 
     @property
     def has_changed(self) -> bool:
-        return sum(each._version for each in self.tensors) != self.versions
+        return sum(each._version for each in self.weights) != self.versions
+
+    @property
+    def is_held(self) -> bool:
+        """True if the dictionary or a shallow copy of it exists."""
+        return all(each() is not None for each in self.values)
+
+    def has(self, tensor: object) -> bool:
+        """Returns True if the tensor is one of the compared values."""
+        return any(each() is tensor for each in self.values)
 
 
 class KeptStates(Probe):
@@ -183,6 +196,7 @@ class KeptStates(Probe):
     def __init__(self, watched: WatchedObjects) -> None:
         self._roots, self._steps = watched.subject.roots, 0
         self._taken: list[_Taken] = []
+        self._newest: _Taken | None = None
         self._found = KeptFacts()
 
     def on_closed(self, step: RecordedStep) -> None:
@@ -191,19 +205,20 @@ class KeptStates(Probe):
     def on_state_dict(self, module: nn.Module, state: object) -> None:
         if not isinstance(state, dict) or type(state) is dict or not any(module is root for root in self._roots):
             return
-        live = {p.data_ptr() for p in module.parameters()}
-        held = tuple(each for each in state.values() if isinstance(each, Tensor) and each.data_ptr() in live)[
-            :TENSORS_COMPARED
-        ]
-        if held:
+        live = {p.data_ptr(): p for p in module.parameters()}
+        tensors = [each for each in state.values() if isinstance(each, Tensor) and each.data_ptr() in live]
+        if held := tensors[:TENSORS_COMPARED]:
             self._found.taken += 1
-            self._taken = [each for each in self._taken if each.state() is not None][-MAX_STATES:]
-            versions = sum(each._version for each in held)
-            self._taken.append(_Taken(weakref.ref(state), held, versions, self._steps, caller()))
+            self._taken = [each for each in self._taken if each.is_held][-MAX_STATES:]
+            weights = tuple(live[each.data_ptr()] for each in held)
+            versions = sum(each._version for each in weights)
+            values = tuple(map(weakref.ref, held))
+            self._newest = _Taken(weakref.ref(state), values, weights, versions, self._steps, caller())
+            self._taken.append(self._newest)
 
     def on_copied(self, tensor: Tensor) -> None:
         for each in self._taken:
-            each.is_done |= any(tensor is one for one in each.tensors) and not each.has_changed
+            each.is_done |= each.has(tensor) and not each.has_changed
 
     def on_saved(self, value: object) -> None:
         self._use(value, "save")
@@ -217,10 +232,17 @@ class KeptStates(Probe):
             found.from_itself = (*found.from_itself, self._steps)
             found.loaded_at = found.loaded_at or caller()
             self.urgent = self.urgent or len(found.from_itself) == 2
+            if self._newest is not None and not found.changed and any(module is root for root in self._roots):
+                self._record_use(self._newest, "load")  # its tensors are other objects, such as ``value.detach()``
 
     def _use(self, value: object, how: str, depth: int = 3) -> None:
+        first = (
+            next((each for each in value.values() if isinstance(each, Tensor)), None)
+            if isinstance(value, Mapping)
+            else None
+        )
         for each in self._taken:
-            if each.state() is value:
+            if each.state() is value or (first is not None and each.has(first)):
                 self._record_use(each, how)
                 each.is_done = True
                 return
@@ -244,7 +266,7 @@ class KeptStates(Probe):
         for each in self._taken:
             if each.state() is not None and self._steps - each.step > 1.5 * max(usual, 1):
                 self._record_use(each, "")
-        self._taken = []
+        self._taken, self._newest = [], None
 
     def facts(self) -> KeptFacts | None:
         self.urgent = False

@@ -152,15 +152,25 @@ def test_moments_of_other_parameters(turned: bool, expected: bool) -> None:
     assert ("optim.moments_of_other_params" in trained(usual, model=model, optimizer=again)) == expected
 
 
-@pytest.mark.parametrize(("copies", "expected"), [(False, True), (True, False)])
-def test_a_kept_state_is_a_copy(copies: bool, expected: bool) -> None:
+@pytest.mark.parametrize(
+    ("kept_as", "expected"),
+    [
+        (lambda state: state, True),
+        (dict, True),
+        (lambda state: {name: value.cpu() for name, value in state.items()}, True),
+        (lambda state: {name: value.detach() for name, value in state.items()}, True),
+        (lambda state: {name: value.clone() for name, value in state.items()}, False),
+        (copy.deepcopy, False),
+    ],
+    ids=["the state", "dict", "cpu of cpu tensors", "detached", "clone", "deepcopy"],
+)
+def test_a_kept_state_is_a_copy(kept_as: Callable[[dict[str, Tensor]], object], expected: bool) -> None:
     model = mlp()
     kept: list[Any] = []
 
     def keep() -> None:
         if not kept:
-            state = model.state_dict()
-            kept.append(copy.deepcopy(state) if copies else state)
+            kept.append(kept_as(model.state_dict()))
         elif len(kept) < 12:
             kept.append(None)
         elif len(kept) == 12:

@@ -11,15 +11,17 @@ def kept_state_changes(run: RunContext, facts: KeptFacts) -> Results:
     Why it matters: the "best" weights are those of the last step.
 
     How it is detected: the version counters of the tensors in each dictionary that `state_dict()` of a watched model
-    returns. They are compared when the dictionary is loaded or saved, or at the end if it still exists.
+    returns. They are compared when the dictionary or a shallow copy of it is loaded or saved, or at the end if it still
+    exists. A model that is loaded with its own live tensors, taken at an earlier step, is reported as well.
 
     Exceptions: a dictionary that was copied or saved in time, and one that is left over from the last evaluation.
 
-    Usual cause: `best = model.state_dict()`, which holds references and no copies.
+    Usual cause: `best = model.state_dict()`, which holds references and no copies. So do `dict(model.state_dict())`
+    and, of a model on the CPU, `{k: v.cpu() for k, v in model.state_dict().items()}`.
 
     Fix: `best = copy.deepcopy(model.state_dict())`, or `{k: v.clone() for k, v in model.state_dict().items()}`.
 
-    Sources: the PyTorch tutorial "Saving and loading models", note on `best_model_state`.
+    Sources: the PyTorch tutorial "Saving and loading models", note on `best_model_state`; WenjieDu/PyPOTS#667.
     """
     if not facts.taken:
         yield NotApplicable("no state_dict() was called on a watched model")
