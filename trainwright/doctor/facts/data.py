@@ -241,6 +241,7 @@ class BatchFacts:
     leaks: tuple[LeakingColumn, ...] = ()  # Input columns that reveal the label
     padding: PaddedIds | None = None  # The id that pads rows
     reached: int = 0  # The largest node that an edge names, plus 1, if a loader has joined several graphs; else 0
+    crossing: float = 0.0  # Fraction of these edges that connect nodes of different graphs
     offsets: tuple[int, ...] = ()  # For each cross-entropy over tokens, the distance from prediction to target
 
 

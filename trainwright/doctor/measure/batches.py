@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +58,7 @@ def batch(session: ReplaySession) -> BatchFacts:
     ids = next((x for x in inputs if not x.is_floating_point() and x.dim() == 2 and x.dtype != torch.bool), None)
     facts = BatchFacts(
         inputs=tuple(map(_spread, inputs)),
-        reached=_reached(session, inputs[0]),
+        **_of_graphs(session, inputs[0]),
         targets_vary=bool(first and not _is_constant(first.target)),
         classes=first.classes if first else None,
         padding=None if ids is None else padding(ids),
@@ -68,16 +69,24 @@ def batch(session: ReplaySession) -> BatchFacts:
     return _with_targets(facts, session, inputs[0], first.target)
 
 
-def _reached(session: ReplaySession, nodes: Tensor) -> int:
-    """Returns the largest node that an edge (2, E) names, plus 1; 0 unless a loader has joined several graphs."""
+def _of_graphs(session: ReplaySession, nodes: Tensor) -> dict[str, Any]:
+    """Returns ``reached`` and ``crossing`` of the edges (2, E) if a loader has joined several graphs.
+
+    ``crossing`` needs an input with the number of the graph of each node.
+    """
     call = session.recorded_step.calls[0]
     graphs = [len(ids) for ids in session.ids if ids is not None]
-    if len(graphs) != 1 or not MIN_GRAPHS <= graphs[0] < len(nodes) or nodes.dim() < 2:
-        return 0
+    if len(graphs) != 1 or not MIN_GRAPHS <= graphs[0] < len(nodes):
+        return {}
     given = [c.tensor for c in constants_of((call.args, call.kwargs)) if c.tensor.dtype == torch.int64]
     edges = [each for each in given if each.dim() == 2 and len(each) == 2 and each.shape[1] >= len(nodes) // 2]
     reached = max((int(each.max()) + 1 for each in edges), default=0)
-    return reached if reached <= len(nodes) else 0
+    if not 0 < reached <= len(nodes):
+        return {}
+    numbers = torch.arange(graphs[0], device=nodes.device)
+    of_nodes = [each for each in given if each.shape == nodes.shape[:1] and torch.equal(each.unique(), numbers)]
+    crossing = [float((of[each[0]] != of[each[1]]).double().mean()) for of in of_nodes[:1] for each in edges]
+    return {"reached": reached, "crossing": max(crossing, default=0.0)}
 
 
 def _contained(session: ReplaySession, x: Tensor, target: Tensor) -> list[LeakingColumn]:

@@ -2,16 +2,18 @@ from trainwright.doctor import Every, NotApplicable, Results, RunContext, check
 from trainwright.doctor.facts.data import BatchFacts
 
 MAX_REACHED = 0.25  # Fraction of the nodes from the first to the last one that an edge names
+MIN_CROSSING = 0.01  # Fraction of the edges
 
 
 @check(points_at=("loader", "forward"), stage="input", confidence=0.9)
 def edges_not_shifted(run: RunContext, exams: Every[BatchFacts]) -> Results:
-    """The graphs of a batch are joined without moving their node numbers, so edges connect the wrong nodes.
+    """The graphs of a batch are joined and their node numbers are not moved correctly: edges connect the wrong nodes.
 
-    Why it matters: all edges are among the nodes of the first graphs. The nodes of the others get no message.
+    Why it matters: nodes receive messages from other graphs, and many receive none.
 
-    How it is detected: a loader joins eight or more graphs to one input (nodes, features) with edges (2, E). In every
-    examined batch all edges are among the first quarter of the nodes.
+    How it is detected: a loader joins eight or more graphs to one input of all nodes, with edges (2, E). In every
+    examined batch all edges are among the first quarter of the nodes; or, if an input numbers the graph of each node,
+    edges connect nodes of different graphs.
 
     Usual cause: a collate function concatenates `edge_index`, and adds no offset, or not the sum of the nodes of all
     graphs before.
@@ -24,6 +26,7 @@ def edges_not_shifted(run: RunContext, exams: Every[BatchFacts]) -> Results:
     Sources: pyg-team/pytorch_geometric#6884, deepchem PR 3291.
     """
     seen = [(facts.reached, facts.inputs[0].shape[0]) for _, facts in exams if facts.reached]
+    crossing = [facts.crossing for _, facts in exams if facts.reached]
     if not seen:
         yield NotApplicable("no loader joins graphs with edges")
     elif all(reached <= MAX_REACHED * nodes for reached, nodes in seen):
@@ -32,4 +35,10 @@ def edges_not_shifted(run: RunContext, exams: Every[BatchFacts]) -> Results:
             symptom=f"no edge of the batch names a node beyond number {reached - 1}, and there are {nodes}: the node "
             "numbers are those within each graph",
             evidence=[("largest node number of an edge + 1", reached, f"about {nodes}")],
+        )
+    elif min(crossing) > MIN_CROSSING:
+        yield run.finding(
+            symptom=f"{crossing[-1]:.0%} of the edges connect nodes of different graphs: the node numbers are not "
+            "moved by the number of nodes of all graphs before",
+            evidence=[("edges between graphs", crossing[-1], 0)],
         )
