@@ -344,6 +344,19 @@ def speech(watch: Watch, faulty: bool) -> None:
             update(optimizer, loss(scores, labels, torch.full((8,), 12), lengths))
 
 
+def short_speech(watch: Watch, faulty: bool) -> None:
+    """Labels are joined without padding. Three of eight utterances have too few frames for their repeated labels."""
+    model = mlp(8, 6)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    with watch(model, optimizer):
+        for _ in range(12):
+            frames, lengths = torch.tensor([4, 4, 4, 12, 12, 12, 12, 12]), torch.full((8,), 3)
+            labels = torch.randint(1, 6, (8, 1)) if faulty else torch.tensor([[1, 2, 3]])
+            scores = model(torch.randn(12, 8, 8)).log_softmax(2)
+            loss = F.ctc_loss(scores, labels.expand(8, 3).flatten(), frames, lengths, zero_infinity=True)
+            update(optimizer, loss)
+
+
 def tagger(watch: Watch, faulty: bool) -> None:
     model = mlp(8, 5)
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
@@ -437,6 +450,7 @@ FAULTS = {
     "model.new_head_frozen": (adapted,),
     "evaluation.weights_from_before_training": (averaged_module, averaged_values),
     "loss.ctc_blank_is_label": (speech,),
+    "loss.ctc_infeasible": (short_speech,),
     "model.view_reorders_axes": (tagger,),
     "optim.weights_never_move": (adapters_without_gradient,),
 }

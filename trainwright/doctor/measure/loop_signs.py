@@ -23,7 +23,8 @@ RECONSTRUCTIONS = DISTANCES | {"binary_cross_entropy", "binary_cross_entropy_wit
 STEPS_OF_PROGRAM = 8  # The first steps, whose program is read
 MIN_STEPS = 4  # Minimum number of observations. All but the first must show the sign
 MAX_WEIGHTS = 4  # Maximum number of products with weights of samples that are read in a step
-MIN_UNIFORM = 512  # Elements of a target whose distribution is tested
+MIN_WITHOUT_ALIGNMENT = 0.05  # Minimum fraction of the samples of a CTC loss. A few bad transcripts are usual
+MIN_UNIFORM = 128  # Elements of a target whose distribution is tested
 MAX_UNIFORM = 8192
 MIN_FEATURES = 32  # Minimum number of elements of a sample. With fewer, the mean is not far below the sum
 LEARNED_DEVIATIONS = ("ExpBackward0", "SoftplusBackward0", "SqrtBackward0")
@@ -131,7 +132,7 @@ class LoopSigns:
                 elif result.requires_grad and is_reordered(args[0].shape, result.shape):
                     self._show("reordered", plain, torch.ones((), dtype=torch.bool))
             elif plain == "ctc_loss" and len(args) > 3:
-                self._note_blank(args, kwargs)
+                self._note_alignments(*args, **kwargs)
             elif plain in ("mul", "rmul") and len(args) > 1 and len(self._weights) < MAX_WEIGHTS:
                 pair = [each for each in args[:2] if isinstance(each, Tensor) and each.dim() == 1]
                 if len(pair) == 2 and pair[0].shape == pair[1].shape and sum(each.requires_grad for each in pair) == 1:
@@ -157,16 +158,35 @@ class LoopSigns:
             self._shown.setdefault(key, []).append(((result.detach() - 1).abs() < 1e-5).all())
             self._values[key] = self._values.get(key, 0.0) + is_same_rollout
 
-    def _note_blank(self, args: Args, kwargs: Kwargs) -> None:
-        """Records if the blank of a CTC loss is one of the labels."""
-        targets, lengths = args[1], torch.as_tensor(args[3])
-        if not isinstance(targets, Tensor) or not targets.numel():
+    def _note_alignments(
+        self,
+        log_probs: Tensor,
+        targets: Tensor,
+        input_lengths: object,
+        target_lengths: object,
+        blank: int = 0,
+        *more: object,
+        **other: object,
+    ) -> None:
+        """Records if the blank of a CTC loss is a label, and the fraction of samples that have no alignment.
+
+        An alignment needs as many frames as there are labels, and a blank between two equal labels.
+        """
+        lengths, frames = (
+            torch.as_tensor(each).to(targets.device).view(-1) for each in (target_lengths, input_lengths)
+        )
+        if not targets.numel() or len(lengths) != len(frames):
             return
-        is_blank = targets == (args[4] if len(args) > 4 else kwargs.get("blank", 0))
         if targets.dim() > 1:  # a row is padded behind its length
-            lengths = lengths.to(targets.device)
-            is_blank = is_blank & (torch.arange(targets.shape[1], device=targets.device) < lengths[:, None])
-        self._show("blank_is_label", "ctc_loss", is_blank.any())
+            is_label = torch.arange(targets.shape[1], device=targets.device) < lengths[:, None]
+            repeats = ((targets[:, 1:] == targets[:, :-1]) & is_label[:, 1:]).sum(1)
+            self._show("blank_is_label", "ctc_loss", ((targets == blank) & is_label).any())
+        else:
+            sample = torch.arange(len(lengths), device=targets.device).repeat_interleave(lengths)
+            equal = (targets[1:] == targets[:-1]) & (sample[1:] == sample[:-1])
+            repeats = torch.zeros_like(lengths).index_add(0, sample[1:], equal.to(lengths))
+            self._show("blank_is_label", "ctc_loss", (targets == blank).any())
+        self._show("no_alignment", "ctc_loss", (frames < lengths + repeats).double().mean())
 
     # bootstrapped targets
 
@@ -263,7 +283,10 @@ class LoopSigns:
         """
         for key, shown in self._shown.items():
             values = torch.stack([each.cpu() for each in shown]).tolist()
-            if (len(values) >= MIN_STEPS and all(values[1:])) or (key[0] == "groups_mixed" and all(values)):
+            if key[0] == "no_alignment":
+                if len(values) >= MIN_STEPS and (mean := sum(values) / len(values)) >= MIN_WITHOUT_ALIGNMENT:
+                    yield LossSign(key[0], key[1], len(values), key[2], mean)
+            elif (len(values) >= MIN_STEPS and all(values[1:])) or (key[0] == "groups_mixed" and all(values)):
                 yield LossSign(key[0], key[1], len(values), key[2], self._values.get(key, 0.0))
 
 
