@@ -106,12 +106,12 @@ def sampled_uniformly(watch: Watch, faulty: bool) -> None:
     variational(watch, False, torch.rand_like if faulty else torch.randn_like)
 
 
-def diffusion(watch: Watch, faulty: bool, *, by_hand: bool = False) -> None:
-    model = mlp(64, 64)
+def diffusion(watch: Watch, faulty: bool, *, by_hand: bool = False, width: int = 64) -> None:
+    model = mlp(width, width)
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
     with watch(model, optimizer):
         for _ in range(24):
-            x, share = torch.randn(32, 64), torch.rand(32, 1)
+            x, share = torch.randn(96, width), torch.rand(96, 1)
             noise = torch.rand_like(x) if faulty else torch.randn_like(x)
             output = model(share.sqrt() * x + (1 - share).sqrt() * noise)
             update(optimizer, ((output - noise) ** 2).mean() if by_hand else F.mse_loss(output, noise))
@@ -119,6 +119,10 @@ def diffusion(watch: Watch, faulty: bool, *, by_hand: bool = False) -> None:
 
 def diffusion_by_hand(watch: Watch, faulty: bool) -> None:
     diffusion(watch, faulty, by_hand=True)
+
+
+def diffusion_of_points(watch: Watch, faulty: bool) -> None:
+    diffusion(watch, faulty, width=2)
 
 
 def uniform_data(watch: Watch, faulty: bool) -> None:
@@ -445,7 +449,7 @@ FAULTS = {
     "model.softmax_over_one_value": (attention,),
     "loss.ratio_always_one": (policy,),
     "loss.posterior_collapse": (variational,),
-    "model.uniform_noise": (sampled_uniformly, diffusion, diffusion_by_hand),
+    "model.uniform_noise": (sampled_uniformly, diffusion, diffusion_by_hand, diffusion_of_points),
     "model.batchnorm_momentum": (tensorflow_momentum, no_momentum),
     "model.new_head_frozen": (adapted,),
     "evaluation.weights_from_before_training": (averaged_module, averaged_values),
