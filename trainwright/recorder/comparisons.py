@@ -28,6 +28,8 @@ Site: TypeAlias = tuple[Line, CodeType | None, Line]
 
 LEAVES = frozenset({"item", "__float__", "__int__", "__format__", "tolist", "numpy", "__array__"})
 """Functions that convert the value of a tensor to Python or NumPy."""
+CONVERSIONS = frozenset({"tensor", "as_tensor", "asarray", "from_numpy", "frombuffer"})
+"""Functions that make tensors of data that are no tensors, such as labels in a collate function."""
 EQUALITY = frozenset({"eq", "ne", "isclose"})
 JOINS = frozenset(
     {"sub", "rsub", "mul", "rmul", "gather", "take_along_dim", "getitem", "dist", "cdist"}
@@ -96,11 +98,16 @@ class Made:
 
 
 class ComparedOutputs(PausableMode):
-    """Tracks tensors computed from outputs of a model while it runs. Holds no tensors."""
+    """Tracks tensors computed from outputs of a model while it runs. Holds no tensors.
 
-    def __init__(self, sites: EvaluationSites) -> None:
+    ``compared`` gets the name of a function that compares outputs with targets, and both.
+    """
+
+    def __init__(
+        self, sites: EvaluationSites, compared: Callable[[str, Tensor, Tensor], None] = lambda *_: None
+    ) -> None:
         super().__init__()
-        self._sites = sites
+        self._sites, self._compared = sites, compared
         self._outputs: dict[int, tuple[weakref.ref[Tensor], Made]] = {}
         # tensors that are computed from no data: noise, zeros, constants of the loop
         self._own: dict[int, weakref.ref[Tensor]] = {}
@@ -146,7 +153,8 @@ class ComparedOutputs(PausableMode):
         if not made:
             if all(self._is_own(each) for each in inputs):
                 for each in tensors_of(result, 2):
-                    self._own[id(each)] = weakref.ref(each)
+                    if name not in CONVERSIONS or each.numel() < 2:
+                        self._own[id(each)] = weakref.ref(each)
             return
         sites = frozenset().union(*(each.sites for each in made))
         is_joined = any(each.is_joined for each in made)
@@ -160,6 +168,7 @@ class ComparedOutputs(PausableMode):
         is_equality = name in EQUALITY and any(each.numel() > 1 or inputs[0].numel() == 1 for each in targets)
         if targets and (is_equality or name in loss_functions()):
             self._sites.add(sites)
+            self._compared(name, next(each for each in inputs if self._made(each)), targets[0])
         is_joined |= name in JOINS and any(each.dim() for each in targets)
         for each in [inputs[0]] if name == "setitem" else tensors_of(result, 2):
             self._remember(each, Made(sites, is_joined))

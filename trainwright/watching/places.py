@@ -195,8 +195,11 @@ class SourcePlaces:
             "optimizer": self._line_of_optimizer,
             "scheduler": self._line_of_scheduler,
             "dataset": self._line_of_dataset,
-            "loader": lambda: self._line_that_makes(self._every_loader()),
-            "sampler": lambda: self._line_that_makes([getattr(each, "sampler", None) for each in self._every_loader()]),
+            "validation": self._line_of_validation,
+            "loader": lambda: self._line_that_makes(self._every_loader()[:1]),
+            "sampler": lambda: self._line_that_makes(
+                [getattr(each, "sampler", None) for each in self._every_loader()[:1]]
+            ),
             "criterion": lambda: self._line_of_criterion(where.op or ""),
             "split": lambda: self._line_that_calls(_SPLITS, MAX_LINES_OF_ONE_PLACE),
             "seed": lambda: self._line_that_calls(_SEEDS, MAX_LINES_OF_ONE_PLACE),
@@ -323,7 +326,7 @@ class SourcePlaces:
         """Return the method of the user's dataset that reads a sample, else the line that makes the dataset or its
         loader.
         """
-        loaders = self._every_loader()
+        loaders = self._every_loader()[:1]
         datasets = [inner for each in loaders for inner in _datasets_of(each)]
         for each in datasets:
             for name in ("__getitem__", "__iter__"):
@@ -332,8 +335,16 @@ class SourcePlaces:
         made = (self._line_that_makes([each]) for each in (*datasets, *loaders))
         return next((line for line in made if line), None)
 
+    def _line_of_validation(self) -> str | None:
+        """Return the line that assigns the only dataset or loader beside those of the first loader."""
+        first, *others = self._every_loader() or [None]
+        others = list({id(each): each for each in others if each is not first}.values())
+        datasets = (inner for each in others for inner in _datasets_of(each))
+        made = (self._line_that_binds([each]) for each in (*datasets, *others))
+        return next((line for line in made if line), None) if len(others) == 1 else None
+
     def _every_loader(self) -> list[object]:
-        return [*self._loaders, *(each for each in self._values() if isinstance(each, DataLoader))][:1]
+        return [*self._loaders, *(each for each in self._values() if isinstance(each, DataLoader))]
 
     def _line_of_criterion(self, op: str) -> str | None:
         """Return the line that makes the loop's only module of a loss function: ``CTCLoss`` of ``ctc_loss``."""

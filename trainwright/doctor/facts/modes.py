@@ -59,3 +59,17 @@ class EvaluationFacts:
     experiment: ClassVar[str] = "evaluation"
     after: int  # The last step before it
     rows: int  # Number of rows
+    renamed: RenamedClasses | None = (
+        None  # Classes whose samples are predicted as another class, each as one of its own
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RenamedClasses:
+    """An evaluation whose predictions are right if classes are renamed."""
+
+    targets: tuple[int, ...]  # Classes by their targets
+    predicted: tuple[int, ...]  # The class that most samples of each are predicted as
+    right: float  # Fraction of predictions that equal the target
+    right_renamed: float  # This fraction if the classes are renamed
+    source: str | None = None  # Line of the evaluation

@@ -1,4 +1,7 @@
-"""Finds the call sites of evaluations: passes without gradients whose outputs are compared with targets."""
+"""Finds the call sites of evaluations: passes without gradients whose outputs are compared with targets.
+
+Counts which class the samples of each class are predicted as.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from trainwright.doctor.facts.modes import EvaluationFacts
+from trainwright.doctor.facts.modes import EvaluationFacts, RenamedClasses
 from trainwright.recorder.comparisons import ComparedOutputs, Site
 from trainwright.recorder.copies import is_a_copy
 from trainwright.recorder.hooks import listening_to_calls
@@ -21,6 +24,11 @@ from trainwright.recorder.program import RecordedStep, tensors_of
 from trainwright.recorder.user_types import Args, Kwargs, Loader
 
 FOLLOWED_PASSES = 4  # First evaluations of a call site, all observed. After them only the 8th, 16th, 32nd, ... are.
+MAX_CLASSES = 128  # Classes that are counted. The last one stands for all larger ones
+MIN_ROWS, MIN_ROWS_PER_CLASS = 64, 8
+MIN_RENAMED = 2  # Minimum number of renamed classes. One may be a class that was not learned
+MIN_PURITY, MIN_GAIN = 0.5, 0.2
+"""Minimum fraction of the samples of a renamed class with the same prediction, and of right predictions gained."""
 MAX_COPIES = 4  # Copies of a model that are observed: a loop may make one for each evaluation
 
 
@@ -32,7 +40,7 @@ class Evaluations(Probe):
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._modules, self._roots, self._sites = watched.modules, watched.subject.roots, watched.sites
-        self._outputs = ComparedOutputs(watched.sites)
+        self._outputs = ComparedOutputs(watched.sites, self._on_compared)
         self._parts = PartCalls(self._on_part, self._on_part_output)
         self._copies: list[nn.Module] = []
         self._open = ExitStack()
@@ -43,6 +51,9 @@ class Evaluations(Probe):
         self._given: list[Tensor] = []
         self._steps, self._in_step = 0, False
         self._facts: EvaluationFacts | None = None
+        # (target, prediction) -> samples, for each pass over a loader
+        self._counts: dict[tuple[Site | None, int], Tensor] = {}
+        self._num_iterators = 0
 
     def begin(self, site: WatchSite) -> None:
         self._sites.follow = self._observe
@@ -100,8 +111,21 @@ class Evaluations(Probe):
             self._outputs.start()
 
     def on_epoch(self, loader: Loader, iterator: object) -> None:
+        self._num_iterators += 1
         if not self._in_step:
             self._observe(self._modules())
+
+    def _on_compared(self, name: str, output: Tensor, target: Tensor) -> None:
+        """Counts a comparison of predicted classes, or of scores (N, C), with classes."""
+        if name in ("cross_entropy", "nll_loss") and output.dim() == 2:
+            output = output.argmax(1)
+        is_class = not (output.is_floating_point() or target.is_floating_point() or output.dtype == torch.bool)
+        if is_class and output.shape == target.shape and output.dim() == 1 and output.device == target.device:
+            places = MAX_CLASSES * target.clamp(0, MAX_CLASSES - 1) + output.clamp(0, MAX_CLASSES - 1)
+            counts = self._counts.setdefault(
+                (self._site, self._num_iterators), torch.zeros(MAX_CLASSES**2, dtype=torch.int64, device=output.device)
+            )
+            counts.index_add_(0, places.long(), torch.ones_like(places, dtype=torch.int64))
 
     def on_mode(self, module: nn.Module, training: bool) -> None:
         if not training:
@@ -137,15 +161,45 @@ class Evaluations(Probe):
         """Ends the passes since the last step. Those whose outputs were compared with targets are an evaluation."""
         rows = [number for site, numbers in self._rows.items() if site in self._sites for number in numbers]
         if rows:
-            self._facts = EvaluationFacts(after=self._steps, rows=sum(rows))
+            found = (_renamed(counts, site) for (site, _), counts in self._counts.items())
+            renamed = next((each for each in found if each is not None), None)
+            self.urgent |= renamed is not None and (self._facts is None or self._facts.renamed is None)
+            self._facts = EvaluationFacts(after=self._steps, rows=sum(rows), renamed=renamed)
         self._outputs.forget()
+        self._counts.clear()
         self._rows.clear()
         self._given, self._site = [], None
 
     def facts(self) -> EvaluationFacts | None:
         if self._rows and not self._in_step:
             self._close()
+        self.urgent = False
         return self._facts
+
+
+def _renamed(counts: Tensor, site: Site | None) -> RenamedClasses | None:
+    """Returns the classes whose samples are predicted as another class, if each class is predicted as one of its own.
+
+    Synchronizes with the device, once for each followed evaluation.
+    """
+    table = counts.view(MAX_CLASSES, MAX_CLASSES)[:-1, :-1].cpu().double()
+    rows, best = table.sum(1), table.max(1)
+    known = (rows >= MIN_ROWS_PER_CLASS).nonzero().flatten()
+    moved = [int(n) for n in known if best.indices[n] != n and best.values[n] >= MIN_PURITY * rows[n]]
+    total = float(rows[known].sum())
+    if total < MIN_ROWS or len(moved) < MIN_RENAMED or len(best.indices[known].unique()) < len(known):
+        return None
+    right, renamed = float(table.diagonal()[known].sum()) / total, float(best.values[known].sum()) / total
+    if renamed < right + MIN_GAIN:
+        return None
+    predicted = tuple(int(best.indices[n]) for n in moved)
+    return RenamedClasses(
+        targets=tuple(moved),
+        predicted=predicted,
+        right=right,
+        right_renamed=renamed,
+        source=None if site is None else source_of(site),
+    )
 
 
 def source_of(site: Site) -> str | None:

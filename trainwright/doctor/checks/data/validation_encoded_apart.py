@@ -6,7 +6,7 @@ MAX_SHARED_FRACTION = 0.05  # Fraction of the evaluated rows that may be trainin
 MIN_EXPECTED_GAPS = 8.0
 
 
-@check(points_at=("dataset", "loader"), stage="input", confidence=0.85)
+@check(points_at=("validation", "dataset", "loader"), stage="input", confidence=0.85)
 def validation_encoded_apart(run: RunContext, facts: SplitsFacts) -> Results:
     """The scaler or the category codes were computed from the validation data instead of the training data.
 

@@ -1,0 +1,40 @@
+from trainwright.doctor import Results, RunContext, Where, check
+from trainwright.doctor.facts.modes import EvaluationFacts
+
+
+@check(points_at="validation", stage="label", confidence=0.9)
+def labels_renamed(run: RunContext, facts: EvaluationFacts) -> Results:
+    """The validation set numbers its classes differently than the training set.
+
+    Why it matters: right predictions count as wrong, so the reported accuracy says nothing about the model.
+
+    How it is detected: the predictions of an evaluation are counted for each target class. At least half of the samples
+    of two or more classes are predicted as one other class, no two classes are predicted as the same one, and with
+    these names at least 20 % more predictions are right.
+
+    Exceptions: fewer than 64 samples, or classes with fewer than 8.
+
+    Usual cause: the class numbers are made for each split from its own folders or labels, and one split lacks a class;
+    `LabelEncoder().fit_transform` of each split; labels that begin at 1 in one of them.
+
+    Looks like: data.validation_encoded_apart, where the inputs are encoded in two ways.
+
+    Fix: make the mapping once, from the training set, and pass it to the validation set:
+
+        val = LeafFolder(root, class_to_idx=train.class_to_idx)
+
+    Sources: ultralytics/ultralytics#13936, huggingface/pytorch-image-models#957, weecology/DeepForest PR 1147.
+    """
+    if (each := facts.renamed) is None:
+        return
+    pairs = ", ".join(f"{target} as {said}" for target, said in list(zip(each.targets, each.predicted))[:4])
+    yield run.finding(
+        max(1, facts.after),
+        symptom=f"most validation samples of one class are predicted as another, {pairs}: the class numbers of the "
+        "validation labels differ from those of training",
+        where=Where(source=each.source),
+        evidence=[
+            ("right predictions", each.right, each.right_renamed),
+            ("classes predicted as another one", len(each.targets), 0),
+        ],
+    )
