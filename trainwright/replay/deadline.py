@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 
 class ReplayTimeout(BaseException):
@@ -24,6 +24,8 @@ class Deadline:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._at_s = math.inf
+        self.extended: Callable[[], AbstractContextManager[object]] = nullcontext
+        """Context with more time for an experiment that has found a fault, to measure and place it."""
 
     @contextmanager
     def within(self, seconds: float) -> Iterator[None]:

@@ -77,6 +77,7 @@ class ExperimentRunner:
         self.now_s = budget.clock
         self.replayer = Replayer(subject, names_of(subject))
         self.replayer.deadline = Deadline(budget.clock)
+        self.replayer.deadline.extended = self._extended
         self._memory = ReplayMemory()
         self._done: set[tuple[str, int]] = set()
         self._stopped: set[str] = set()  # experiments that were stopped by the time limit
@@ -331,6 +332,11 @@ class ExperimentRunner:
         finally:
             self._until_s = until_s
             self._budget.spent_on_evidence_s += self.now_s() - begin_s
+
+    @contextmanager
+    def _extended(self) -> Iterator[None]:
+        with self._spending_on_evidence(), self.replayer.deadline.within(self._left_s):
+            yield
 
     def keep(self, folder: Path, step: int, about: Mapping[str, object]) -> Path | None:
         """Writes a bundle of ``step``; None if the recorder does not hold it any more. Raises StorageError."""

@@ -174,5 +174,12 @@ class FunctionFacts:
     related: str = ""  # Reason why samples may depend on each other; "" without one
     is_batch: bool = False  # A loader confirms that the first dimension counts samples
     place: Deviation | None = None  # Deviation if the samples are in another order; None if not measured
-    padding: Deviation | None = None  # Deviation if a row is given without its padding; None if not measured
+
+
+@dataclass(frozen=True)
+class PaddedFacts:
+    """The forward pass of one step in eval mode, replayed without the padding of a row."""
+
+    experiment: ClassVar[str] = "padded"
+    padding: Deviation | None = None  # Deviation of its outputs; None if not measured
     pad: str = ""  # The declaration that identifies padding

@@ -14,7 +14,7 @@ from trainwright.doctor.measure.averages import Averages
 from trainwright.doctor.measure.calls import Calls, Scaler
 from trainwright.doctor.measure.compilations import Compilations
 from trainwright.doctor.measure.evaluations import Evaluations
-from trainwright.doctor.measure.function import function
+from trainwright.doctor.measure.function import function, padded
 from trainwright.doctor.measure.layers import LayerMeasurement, dropout_gap
 from trainwright.doctor.measure.loaders import Loaders
 from trainwright.doctor.measure.loading import KeptStates, Moments, PretrainedProbe, ResumeProbe
@@ -83,6 +83,7 @@ REPLAYS: tuple[Experiment, ...] = (
     dropout_gap,
     first_loss_rescaled,
     function,
+    padded,
     in_eval_mode,
     integrity,
     loss_calls,

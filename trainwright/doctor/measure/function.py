@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from trainwright.doctor.facts.layers import Deviation, FunctionFacts
+from trainwright.doctor.facts.layers import Deviation, FunctionFacts, PaddedFacts
 from trainwright.doctor.measure.tensors import padding_of
 from trainwright.recorder.plain_tensors import plain
 from trainwright.recorder.program import Operation, constants_of, tensors_of
@@ -39,14 +40,15 @@ class EvalPasses:
     """The passes of one step. ``limit`` is the largest distance that rounding explains, in standard deviations.
 
     The limit is derived from the change of the outputs when every weight changes in its last bit, and from the
-    precision of the outputs.
+    precision of the outputs. ``is_quick``: it is not measured, and nothing is above it.
     """
 
-    def __init__(self, session: ReplaySession, dtype: Literal["fp64"] | None = None) -> None:
-        self.session, self._dtype, self._is_staged = session, dtype, False
+    def __init__(self, session: ReplaySession, dtype: Literal["fp64"] | None = None, *, is_quick: bool = False) -> None:
+        self.session, self._dtype, self._is_staged, self.limit = session, dtype, False, math.inf
         self.base = self.run()
-        moved = self.run(Intervention(model=self._jittered))
-        self.limit = NOISE_MULTIPLE * (max_distance(self.base, moved) + self._eps())
+        if not is_quick:
+            moved = self.run(Intervention(model=self._jittered))
+            self.limit = NOISE_MULTIPLE * (max_distance(self.base, moved) + self._eps())
 
     def run(self, change: Intervention = UNCHANGED) -> Outputs:
         """Returns the outputs of all models. Raises the error of the model."""
@@ -313,7 +315,7 @@ def _deviation_along(passes: EvalPasses, size: int, changed: int, dim: int) -> D
     others = at_rows(lambda n: torch.arange(n, device="cpu") != changed, size, dim)
     kept = [n for n, each in enumerate(passes.base) if each.dim() > dim and list(each.shape).count(size) == 1]
     base, now = [passes.base[n] for n in kept], [outputs[n] for n in kept]
-    if not kept or max_distance(base, now, own) <= passes.limit:
+    if not kept or max_distance(base, now, own) <= (passes.limit if passes.limit < math.inf else 0.0):
         return None
     return passes.located(Deviation(max_distance(base, now, others), passes.limit), change, others)
 
@@ -443,24 +445,41 @@ def _is_compared(passes: EvalPasses, ids: Tensor, filler: int) -> bool:
     return any(found)
 
 
-@replay(FunctionFacts, when="first", value=2.0)
+@replay(FunctionFacts, when="first", steps=1.5, value=4.0)
 def function(session: ReplaySession) -> FunctionFacts:
-    """Replays the forward pass in eval mode with other neighbours, in another order, and without padding."""
+    """Replays the forward pass in eval mode with other neighbours and in another order.
+
+    If no bit of the other samples changes, three passes are enough. Otherwise the rounding is measured.
+    """
+    passes = EvalPasses(session, is_quick=True)
+    with passes.in_one_stage():
+        found = FunctionFacts(neighbours=neighbours(passes), is_batch=is_batch(session), place=place(passes))
+    if not any(each.amount for each in (found.neighbours, found.place) if each is not None):
+        return found
+    with session.replayer.deadline.extended():
+        passes = EvalPasses(session)
+        with passes.in_one_stage():
+            again, written = _again(passes)
+            related = why_related(passes) if session.inputs else "no input"
+            is_measured = not (again.is_real or related)
+            return replace(
+                found,
+                written=written,
+                neighbours=passes.confirmed(neighbours) if is_measured else None,
+                related=related,
+                place=passes.confirmed(place) if is_measured else None,
+            )
+
+
+@replay(PaddedFacts, when="first", value=2.0)
+def padded(session: ReplaySession) -> PaddedFacts:
+    """Replays the forward pass in eval mode without the padding of a row."""
+    if not any(_padded_row(ids) for ids in session.inputs):
+        return PaddedFacts()
     passes = EvalPasses(session)
     with passes.in_one_stage():
-        again, written = _again(passes)
-        repeats = not again.is_real
-        related = why_related(passes) if session.inputs else "no input"
-        without_padding, pad = padding(passes) if repeats else (None, "")
-        return FunctionFacts(
-            written=written,
-            neighbours=passes.confirmed(neighbours) if repeats and not related else None,
-            related=related,
-            is_batch=is_batch(session),
-            place=passes.confirmed(place) if repeats and not related else None,
-            padding=without_padding,
-            pad=pad,
-        )
+        again, _ = _again(passes)
+        return PaddedFacts() if again.is_real else PaddedFacts(*padding(passes))
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from trainwright.doctor.facts.layers import (
     ModulesFacts,
     NormFacts,
     OutputSpread,
+    PaddedFacts,
     ReluFacts,
     RouterFacts,
 )
@@ -84,7 +85,7 @@ def test_outputs_that_depend_on_the_place_in_the_batch(amount: float, found: boo
     ("amount", "pad", "severity"), [(1.0, "a mask", "warning"), (1.0, "", "info"), (1e-6, "", None)]
 )
 def test_padding(amount: float, pad: str, severity: str | None) -> None:
-    found = made_of(of("model.padding_changes_output"), (1, FunctionFacts(padding=Deviation(amount, 1e-4), pad=pad)))
+    found = made_of(of("model.padding_changes_output"), (1, PaddedFacts(padding=Deviation(amount, 1e-4), pad=pad)))
     assert [each.severity for each in found] == ([severity] if severity else [])
 
 

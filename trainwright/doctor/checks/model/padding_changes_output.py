@@ -1,9 +1,9 @@
 from trainwright.doctor import NotApplicable, Results, RunContext, check
-from trainwright.doctor.facts.layers import FunctionFacts
+from trainwright.doctor.facts.layers import PaddedFacts
 
 
 @check(stage="forward", confidence=0.8, since_step=1)
-def padding_changes_output(run: RunContext, facts: FunctionFacts) -> Results:
+def padding_changes_output(run: RunContext, facts: PaddedFacts) -> Results:
     """The output for a sequence depends on how much padding follows it.
 
     How it is detected: the padding at the end of a row is cut off in eval mode, and the outputs of the row change by
