@@ -194,7 +194,7 @@ SOFTMAXES = frozenset({"softmax", "log_softmax"})
 PAIRED = frozenset({"sub", "rsub", "mul", "add", *DISTANCES})
 DIFFERENCES = frozenset({"sub", "rsub"})
 SIZES = {"square": SQUARED, "pow": SQUARED, "abs": "absolute error"}
-ADDS_DIMENSION = frozenset({"unsqueeze", "__getitem__", "view", "reshape", "expand"})
+MAY_ADD_DIMENSION = frozenset({"unsqueeze", "__getitem__", "view", "reshape"})
 RANDOM_FUNCTIONS = frozenset({"multinomial", "bernoulli", "poisson", "normal", "sample"})
 SUM_FUNCTIONS = frozenset({"add", "radd", "iadd", "sub", "rsub", "isub"})
 WEIGHTING_FUNCTIONS = frozenset({"mul", "rmul", "div", "neg", "mean", "sum", "squeeze", "float", "to"})
@@ -347,7 +347,7 @@ class LossCalls:
             and result.dim() == 1
         ):
             self._lengths[result] = first.shape[1] if first.dim() == 2 else 0
-        if name in ADDS_DIMENSION:
+        if name == "expand" or (name in MAY_ADD_DIMENSION and isinstance(first, Tensor) and result.dim() > first.dim()):
             self._with_new_dimension[result] = None
         if name in ("softmax", "log_softmax", "exp", "clamp") and isinstance(first, Tensor):
             self._input_numbers[result] = self._number_of(first)

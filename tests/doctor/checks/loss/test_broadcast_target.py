@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 import torch.nn.functional as F
+from torch import nn
 
-from tests.doctor.checks.loss.loops import Loss, R, X, codes
+import trainwright as tw
+from tests.doctor.checks.loss.loops import WIDTH, Loss, R, X, codes
 
 pytestmark = pytest.mark.slow
 CODE = "loss.broadcast_target"
@@ -29,3 +32,15 @@ def test_found(loss: Loss) -> None:
 @pytest.mark.parametrize("loss", HEALTHY)
 def test_silent(loss: Loss) -> None:
     assert CODE not in codes(loss, outputs=1)
+
+
+def test_found_in_the_loop_where_targets_are_indexed() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(WIDTH, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    with tw.watch(model, optimizer, out=None, quiet=True, examine="listen") as watch:
+        for _ in range(2):
+            optimizer.zero_grad()
+            (R[torch.randperm(16)] - model(X[:16])).square().mean().backward()
+            optimizer.step()
+    assert CODE in {each.code for each in watch.findings()}
