@@ -48,6 +48,7 @@ class CallsFacts:
     missing: tuple[str, ...] = ()  # Trainable parameters with a gradient that no optimizer holds and that do not change
     missing_share: float = 0.0  # Their fraction of the trainable elements
     missing_were_trained: bool = False  # They were trained before the watch began
+    missing_outside: bool = False  # They belong to small modules outside of the models, such as a loss with weights
     doubles: int = 0  # Number of updates with gradients that another optimizer had already applied
     # (step, backward passes before the end of an epoch, all backward passes) for each step during which an epoch ended
     split_windows: tuple[tuple[int, int, int], ...] = ()

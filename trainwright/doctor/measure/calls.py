@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from trainwright.checkpoint.names import named_parameters
 from trainwright.doctor.facts.calls import CallsFacts, GroupFacts, OptimizerFacts, ScaledClip, ScalerFacts
-from trainwright.doctor.measure.tensors import sampled
+from trainwright.doctor.measure.tensors import leaves_among, nodes_behind, sampled
 from trainwright.doctor.measure.weights import was_trained
 from trainwright.recorder.gradients import owned_by
 from trainwright.recorder.probes import Probe, WatchedObjects
@@ -23,6 +23,8 @@ from trainwright.recorder.user_types import Args, Loader, TorchFunction
 
 MAX_ROUNDING_RATIO = 1e-5
 """Gradients below this fraction of the largest one are rounding errors, as for a bias before a normalization."""
+BACKWARDS_READ = 2  # First backward passes whose graph is searched for parameters outside of the models
+MAX_PARAMETERS_OUTSIDE = 4  # A module with more may be a pretrained network that measures a loss
 ELEMENTS_PER_WEIGHT = 16  # Number of elements of each weight that are compared to detect changes
 MAX_WEIGHTS_SAMPLED = 64
 
@@ -45,10 +47,24 @@ class Calls(Probe):
         self._seen: dict[int, Tensor] = {}
         self._missing: list[str] = []
         self._were_trained = {name for name, p in self._named().items() if was_trained(p)}
+        self._modules = watched.modules
+        self._outside: dict[str, Tensor] = {}  # parameters outside of the models that a loss depends on
 
     def on_backward(self, losses: tuple[Tensor, ...], options: dict[str, object]) -> None:
         self._found.backwards += 1
         self._since += 1
+        if self._found.backwards <= BACKWARDS_READ:
+            self._find_outside(losses)
+
+    def _find_outside(self, losses: tuple[Tensor, ...]) -> None:
+        """Finds parameters of small modules, such as a loss function with weights, that are not in the models."""
+        inside = {id(p) for p in self._parameters}
+        leaves = leaves_among(nodes_behind([each.grad_fn for each in losses if each.grad_fn is not None]))
+        found = {id(p): p for p in leaves if isinstance(p, nn.Parameter) and id(p) not in inside}
+        for module in self._modules() if found else ():
+            named = list(module.named_parameters())
+            if len(named) <= MAX_PARAMETERS_OUTSIDE:
+                self._outside |= {f"{type(module).__name__}.{name}": p for name, p in named if id(p) in found}
 
     def on_zero_grad(self, owner: Optimizer | nn.Module) -> None:
         if id(owner) in self._watched:
@@ -82,11 +98,12 @@ class Calls(Probe):
         self._since = self._split = self._depth = 0
 
     def facts(self) -> CallsFacts:
-        found, named = self._found, self._named()
+        found, named = self._found, self._named() | self._outside
         missing = self._find_missing(named)
         sizes = {name: p.numel() for name, p in named.items() if p.requires_grad}
         found.optimizers = tuple(map(self._about, self._optimizers))
         found.missing = tuple(missing)
+        found.missing_outside = bool(missing) and set(missing) <= self._outside.keys()
         found.missing_share = sum(sizes[name] for name in missing) / max(1, sum(sizes.values()))
         found.missing_were_trained = bool(missing) and set(missing) <= self._were_trained
         found.carried = self._carried(self._last) if self._last is not None else ()

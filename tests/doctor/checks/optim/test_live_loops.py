@@ -152,6 +152,35 @@ def test_moments_of_other_parameters(turned: bool, expected: bool) -> None:
     assert ("optim.moments_of_other_params" in trained(usual, model=model, optimizer=again)) == expected
 
 
+class Centres(nn.Module):
+    """A loss with a weight vector for each class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(x @ self.weight.T, y)
+
+
+@pytest.mark.parametrize("held", ["in no optimizer", "in its own", "frozen", "trained by hand"])
+def test_the_weights_of_a_loss_are_in_an_optimizer(held: str) -> None:
+    model, criterion = mlp(), Centres().requires_grad_(held != "frozen")
+    optimizers = [Adam(each.parameters(), 1e-2) for each in ([model, criterion] if held == "in its own" else [model])]
+    with tw.watch(model, optimizers[0], out=None, quiet=True, examine="listen") as watch:
+        for _ in range(6):
+            loss = criterion(model(torch.randn(16, WIDTH)), torch.randint(4, (16,)))
+            for each in optimizers:
+                each.zero_grad()
+            loss.backward()
+            for each in optimizers:
+                each.step()
+            if held == "trained by hand" and criterion.weight.grad is not None:
+                criterion.weight.data -= 0.01 * criterion.weight.grad
+    found = [each.where.module for each in watch.findings() if each.code == "optim.params_missing"]
+    assert found == (["Centres"] if held == "in no optimizer" else [])
+
+
 @pytest.mark.parametrize(
     ("kept_as", "expected"),
     [
