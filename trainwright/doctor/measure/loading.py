@@ -18,10 +18,11 @@ from trainwright.checkpoint.names import named_parameters
 from trainwright.doctor.facts.calls import KeptFacts, KeptState, LoadFacts, OverwrittenFacts, ResumeFacts
 from trainwright.doctor.facts.weights import LoadedMomentsFacts, PretrainedFacts
 from trainwright.doctor.measure.tensors import sampled
+from trainwright.doctor.measure.weights import was_trained
 from trainwright.recorder.callers import caller
 from trainwright.recorder.calls import Hook
 from trainwright.recorder.gradients import owned_by
-from trainwright.recorder.probes import Probe, WatchedObjects
+from trainwright.recorder.probes import Probe, WatchedObjects, WatchSite
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.user_types import Args, Kwargs
 
@@ -83,7 +84,7 @@ class ResumeProbe(Probe):
     name = ResumeFacts.experiment
 
     def __init__(self, watched: WatchedObjects) -> None:
-        self._watched = watched.subject
+        self._objects, self._watched = watched, watched.subject
         self._loads: list[LoadFacts] = []
         self._loaded: dict[str, Tensor] = {}
         self._has_begun = False
@@ -93,6 +94,23 @@ class ResumeProbe(Probe):
             root.register_load_state_dict_post_hook(Hook(root, self._on_loaded))  # type: ignore[no-untyped-call]
             for root in self._watched.roots
         ]
+
+    def begin(self, site: WatchSite) -> None:
+        """Finds states among the variables that fit a model except for a prefix, and were not loaded anywhere."""
+        values = self._objects.values()
+        inner = (each for value in values if isinstance(value, dict) for each in (value, *value.values()))
+        states = [each for each in inner if isinstance(each, dict) and len(each) > 1 and _is_state(each)]
+        for state in states[:MAX_LOADS]:
+            for root in self._watched.roots:
+                named = dict(root.named_parameters())
+                prefix = _prefix_of(state, named)
+                modules = [*self._watched.roots, *self._objects.modules()]
+                if prefix is not None and not any(_has_values_of(module, state) for module in modules):
+                    self._loads.append(
+                        LoadFacts(
+                            step=0, tensors=len(named), missing=tuple(named), unexpected=tuple(state), prefix=prefix
+                        )
+                    )
 
     def end(self, error: BaseException | None) -> None:
         for handle in self._handles:
@@ -142,6 +160,33 @@ def _prefix_between(missing: tuple[str, ...], unexpected: tuple[str, ...]) -> st
         if prefix and {prefix + name for name in shorter} == set(longer):
             return prefix
     return None
+
+
+def _is_state(value: dict[object, object]) -> bool:
+    return all(isinstance(name, str) and isinstance(each, Tensor) for name, each in value.items())
+
+
+def _prefix_of(state: dict[str, Tensor], named: Mapping[str, Tensor]) -> str | None:
+    """Returns the prefix that each name of a state lacks, or has in addition; None if they differ otherwise.
+
+    The shapes must be equal, and the weights must not have been trained since.
+    """
+    matrices = {name: each for name, each in state.items() if each.dim() > 1}
+    for longer, shorter in ((named, matrices), (matrices, named)):
+        first = next(iter(shorter), "")
+        ends = [name for name in longer if name.endswith(f".{first}")]
+        prefix = ends[0].removesuffix(first) if len(ends) == 1 and first not in longer else ""
+        pairs = [(longer.get(prefix + name), each) for name, each in shorter.items() if each.dim() > 1]
+        if prefix and all(a is not None and a.shape == b.shape for a, b in pairs):
+            return None if any(map(was_trained, named.values())) else prefix
+    return None
+
+
+def _has_values_of(module: nn.Module, state: dict[str, Tensor]) -> bool:
+    """Returns True if the first matrix of the state is a weight of the module, which was not trained to it."""
+    matrix = next(each for each in state.values() if each.dim() > 1)
+    alike = (p for p in module.parameters() if p.shape == matrix.shape and not was_trained(p))
+    return any(torch.equal(p.detach().cpu(), matrix.cpu()) for p in alike)
 
 
 def _is_similar(was: Tensor, now: Tensor) -> bool:

@@ -107,6 +107,19 @@ def test_weights_without_a_place(
     assert found.get("weights_not_loaded") == severity
 
 
+@pytest.mark.parametrize("into", ["nothing", "the model", "a teacher"])
+def test_weights_without_a_place_before_the_watch(into: str) -> None:
+    loop, teacher = fresh(), fresh(seed=1)[0]
+    state = prefixed("backbone.")(fresh(seed=2)[0].state_dict())
+    loop[0].load_state_dict(state, strict=False)
+    if into != "nothing":
+        (loop[0] if into == "the model" else teacher).load_state_dict({k[9:]: v for k, v in state.items()})
+    with tw.watch(*loop[:2], out=None, quiet=True, examine="listen") as watch:
+        go_on(loop, 3)
+    found = [each.code for each in watch.findings() if each.code == "checkpoint.weights_not_loaded"]
+    assert found == (["checkpoint.weights_not_loaded"] if into == "nothing" else [])
+
+
 def test_the_state_of_an_adapter_has_no_frozen_weights() -> None:
     loop = fresh()
     model = loop[0]

@@ -15,7 +15,7 @@ def weights_not_loaded(run: RunContext, facts: ResumeFacts) -> Results:
 
     Fix: add or strip the prefix, and load with `strict=True`.
 
-    Sources: Lightning #4333.
+    Sources: Lightning #4333, torchgeo/torchgeo#4036.
     """
     for load in facts.loads:
         if load.prefix is None and 2 * len(load.missing) < load.tensors:
