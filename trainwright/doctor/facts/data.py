@@ -203,6 +203,8 @@ class TargetsFacts:
 class InputSpread:
     """One input of a model. ``mean``, ``std`` and ``absmax`` are None unless it has a floating dtype."""
 
+    spacing: float = 0.0  # Distance of the largest value to the next one in float32; 0 in other formats
+
     shape: tuple[int, ...]
     constant: bool
     mean: float | None = None
@@ -242,6 +244,7 @@ class BatchFacts:
     padding: PaddedIds | None = None  # The id that pads rows
     reached: int = 0  # The largest node that an edge names, plus 1, if a loader has joined several graphs; else 0
     crossing: float = 0.0  # Fraction of these edges that connect nodes of different graphs
+    scrambled: str = ""  # The order of axes in which the memory of the pictures is smoother, if not as they are given
     offsets: tuple[int, ...] = ()  # For each cross-entropy over tokens, the distance from prediction to target
 
 

@@ -43,6 +43,8 @@ MAX_ROWS = 256
 MAX_COLUMNS = 16384
 LEARNED_SAMPLES, LEARNED_SAMPLES_PER_CLASS = 512, 32  # the larger number applies; 512 take about 20 ms
 MIN_GRAPHS = 8  # Minimum number of graphs in a batch
+CHANNELS, MIN_SIDE, MIN_PICTURES = (2, 3, 4), 8, 8  # Batches of pictures whose axes are examined
+MIN_CHANGE_OF_ROUGHNESS, MIN_ERRORS = 0.03, 6.0  # Of a mean logarithm. Photographs have 2.5, noise 0 with 1 error
 MAX_COMPARED = 2**24  # Maximum number of pairs of an input value and a target value that are compared
 MIN_PADDING = 2  # Minimum number of equal ids at the end of a row that count as padding
 
@@ -58,6 +60,7 @@ def batch(session: ReplaySession) -> BatchFacts:
     ids = next((x for x in inputs if not x.is_floating_point() and x.dim() == 2 and x.dtype != torch.bool), None)
     facts = BatchFacts(
         inputs=tuple(map(_spread, inputs)),
+        scrambled=_scrambled(inputs[0]),
         **_of_graphs(session, inputs[0]),
         targets_vary=bool(first and not _is_constant(first.target)),
         classes=first.classes if first else None,
@@ -67,6 +70,34 @@ def batch(session: ReplaySession) -> BatchFacts:
     if first is None or first.target.numel() != len(inputs[0]):
         return facts if first is None else replace(facts, leaks=tuple(_contained(session, inputs[0], first.target)))
     return _with_targets(facts, session, inputs[0], first.target)
+
+
+def _scrambled(x: Tensor) -> str:
+    """Returns the order of axes in which pictures (N, C, H, W) are smoother, vertically and over all; "" without one.
+
+    Pictures whose axes a ``reshape`` has exchanged are rough. If the ``reshape`` is undone, they are smooth.
+    """
+    if x.dim() != 4 or not x.is_floating_point() or x.shape[1] not in CHANNELS or min(x.shape[2:]) < MIN_SIDE:
+        return ""
+    x = x[:MAX_ROWS].double()
+    n, c, h, w = x.shape
+    orders = {
+        "(height, width, channel)": x.reshape(n, h, w, c).permute(0, 3, 1, 2),
+        "(channel, height, width)": x.permute(0, 2, 3, 1).reshape(n, c, h, w),
+    }
+    given = _roughness(x)
+    for order, other in orders.items():
+        change = (_roughness(other) / given.clamp(min=1e-12)).clamp(min=1e-12).log()  # (vertical and all, N)
+        error = change.std(1) / math.sqrt(n)
+        if n >= MIN_PICTURES and bool((change.mean(1) < -MIN_CHANGE_OF_ROUGHNESS - MIN_ERRORS * error).all()):
+            return order
+    return ""
+
+
+def _roughness(x: Tensor) -> Tensor:
+    """Returns the mean difference of neighbours in each picture, vertically and in both directions, (2, N)."""
+    vertical, horizontal = (x.diff(dim=dim).abs().flatten(1).mean(1) for dim in (2, 3))
+    return torch.stack([vertical, vertical + horizontal])
 
 
 def _of_graphs(session: ReplaySession, nodes: Tensor) -> dict[str, Any]:
@@ -84,7 +115,7 @@ def _of_graphs(session: ReplaySession, nodes: Tensor) -> dict[str, Any]:
     if not 0 < reached <= len(nodes):
         return {}
     numbers = torch.arange(graphs[0], device=nodes.device)
-    of_nodes = [each for each in given if each.shape == nodes.shape[:1] and torch.equal(each.unique(), numbers)]
+    of_nodes = [each for each in given if each.shape == nodes.shape[:1] and torch.equal(torch.unique(each), numbers)]
     crossing = [float((of[each[0]] != of[each[1]]).double().mean()) for of in of_nodes[:1] for each in edges]
     return {"reached": reached, "crossing": max(crossing, default=0.0)}
 
@@ -158,8 +189,9 @@ def _spread(x: Tensor) -> InputSpread:
     if not x.is_floating_point() or not x.numel():
         return spread
     rows = x[:MAX_ROWS].flatten(1)[:, :: max(1, x[0].numel() // MAX_COLUMNS)].double() if x.dim() > 1 else x.double()
-    mean, std = float(rows.mean()), float(rows.std(correction=0))
-    return replace(spread, mean=mean, std=std, absmax=float(rows.abs().max()))
+    mean, std, largest = float(rows.mean()), float(rows.std(correction=0)), float(rows.abs().max())
+    spacing = largest * torch.finfo(x.dtype).eps if x.dtype == torch.float32 else 0.0
+    return replace(spread, mean=mean, std=std, absmax=largest, spacing=spacing)
 
 
 def _is_constant(x: Tensor) -> bool:

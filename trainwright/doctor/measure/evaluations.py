@@ -187,7 +187,7 @@ def _renamed(counts: Tensor, site: Site | None) -> RenamedClasses | None:
     known = (rows >= MIN_ROWS_PER_CLASS).nonzero().flatten()
     moved = [int(n) for n in known if best.indices[n] != n and best.values[n] >= MIN_PURITY * rows[n]]
     total = float(rows[known].sum())
-    if total < MIN_ROWS or len(moved) < MIN_RENAMED or len(best.indices[known].unique()) < len(known):
+    if total < MIN_ROWS or len(moved) < MIN_RENAMED or len(set(best.indices[known].tolist())) < len(known):
         return None
     right, renamed = float(table.diagonal()[known].sum()) / total, float(best.values[known].sum()) / total
     if renamed < right + MIN_GAIN:

@@ -330,7 +330,7 @@ def _is_mixed_in(inputs: Tensor, target: Tensor) -> Tensor:
     noise = noise - noise.mean(1, keepdim=True)
     factors = (signal * noise).sum(1) / noise.square().sum(1).clamp(min=1e-12)
     low, median, high = factors.quantile(torch.tensor([0.25, 0.5, 0.75], device=factors.device))  # of few elements, the
-    return (median > 0.05) & (high - low > 0.05)  # largest factors say nothing
+    return torch.logical_and(median > 0.05, high - low > 0.05)  # largest factors say nothing
 
 
 def _weight_of_sum(term: Term, makers: Mapping[int, Operation], step: RecordedStep) -> float | None:

@@ -35,10 +35,11 @@ Evaluation = Callable[[nn.Module, Iterable[tuple[Tensor, Tensor]]], float]
 def finding(names: Callable[[int], int], evaluate: Evaluation, *, epochs: int = 6, learns: bool = True) -> str | None:
     """Return the line of the finding after a run that evaluates training rows, and then validation rows."""
     torch.manual_seed(0)
-    train, val = data(400, 1), [(x, names(int(y))) for x, y in data(200, 2)]
+    train, (x_val, y_val) = data(400, 1), data(200, 2).tensors
     model = nn.Linear(6, 5)
     optimizer = torch.optim.Adam(model.parameters(), 0.05 if learns else 1e-5)
-    val_loader = DataLoader(val, 64)
+    val: list[tuple[Tensor, int]] = [(x, names(int(y))) for x, y in zip(x_val, y_val)]
+    val_loader: DataLoader[tuple[Tensor, Tensor]] = DataLoader(val, 64)  # type: ignore[arg-type]
     with tw.watch(model, optimizer, out=None, quiet=True, examine="listen") as watch:
         for _ in range(epochs):
             for x, y in DataLoader(train, 40, shuffle=True):
