@@ -299,6 +299,26 @@ def padded_with_the_end(watch: Watch, faulty: bool) -> None:
             update(optimizer, model(ids, ids.masked_fill(ids == padding, -100))[0])
 
 
+class Tokenizer:
+    def __init__(self, padding: int) -> None:
+        self.pad_token_id, self.eos_token_id = padding, 1
+
+
+def padded_by_a_tokenizer(watch: Watch, faulty: bool) -> None:
+    """Only the tokenizer of the collate function says which token ends a text."""
+    tokenizer = Tokenizer(1 if faulty else 0)
+    table, head = nn.Embedding(30, 16), nn.Linear(16, 30)
+    model = nn.Sequential(table, head)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    with watch(model, optimizer):
+        for _ in range(16):
+            ids = torch.full((16, 20), tokenizer.pad_token_id)
+            for row, length in enumerate(torch.randint(6, 17, (16,)).tolist()):
+                ids[row, :length], ids[row, length] = torch.randint(2, 30, (length,)), tokenizer.eos_token_id
+            labels = ids.masked_fill(ids == tokenizer.pad_token_id, -100)
+            update(optimizer, F.cross_entropy(model(ids)[:, :-1].flatten(0, 1), labels[:, 1:].flatten()))
+
+
 def attached(watch: Watch, faulty: bool) -> None:
     online = mlp(4, 2)
     optimizer = torch.optim.Adam(online.parameters(), 1e-3)
@@ -443,7 +463,7 @@ def reference_policy(watch: Watch, faulty: bool) -> None:
 
 FAULTS = {
     "gradient.accumulation_discarded": (accumulated,),
-    "loss.eos_ignored": (padded_with_the_end,),
+    "loss.eos_ignored": (padded_with_the_end, padded_by_a_tokenizer),
     "precision.lost_updates": (in_bfloat16,),
     "loss.bootstrapped_target_attached": (attached,),
     "model.softmax_over_one_value": (attention,),

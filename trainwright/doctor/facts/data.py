@@ -197,19 +197,19 @@ class TargetsFacts:
     largest: int  # Largest class among them
     lowest: float = 0.0  # Lowest target of a binary loss
     highest: float = 1.0  # Highest target of a binary loss
+    ends: tuple[int, ...] = ()  # Ids that end a text, as objects of the loop or of its loaders name them
 
 
 @dataclass(frozen=True, kw_only=True)
 class InputSpread:
     """One input of a model. ``mean``, ``std`` and ``absmax`` are None unless it has a floating dtype."""
 
-    spacing: float = 0.0  # Distance of the largest value to the next one in float32; 0 in other formats
-
     shape: tuple[int, ...]
     constant: bool
     mean: float | None = None
     std: float | None = None
     absmax: float | None = None
+    spacing: float = 0.0  # Distance of the largest value to the next one in float32; 0 in other formats
 
 
 @dataclass(frozen=True, kw_only=True)

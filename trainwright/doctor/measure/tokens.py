@@ -241,6 +241,7 @@ tokens = replay(TokensFacts, when="requested", memory=3.0)(examine_tokens)
 
 EVERY_STEP_UNTIL = 64  # All steps until this one are read, then every INTERVAL_STEPS-th
 INTERVAL_STEPS = 16
+NAMES_OF_ENDS = ("eos_token_id", "eos_id", "eos_idx", "eos_index")
 BINARY = frozenset({"binary_cross_entropy", "binary_cross_entropy_with_logits"})
 
 
@@ -250,6 +251,7 @@ class Targets(Probe):
     name = TargetsFacts.experiment
 
     def __init__(self, watched: WatchedObjects) -> None:
+        self._watched = watched
         self._targets = 0
         self._largest: Tensor | None = None
         self._binary: Tensor | None = None  # minus the lowest target of a binary loss, and the highest target
@@ -283,4 +285,19 @@ class Targets(Probe):
             largest=-1 if self._largest is None else int(self._largest),
             lowest=-lowest + 0.0,
             highest=highest,
+            ends=_ends_named_by(self._watched),
         )
+
+
+def _ends_named_by(watched: WatchedObjects) -> tuple[int, ...]:
+    """Returns the ids that end a text in objects such as a tokenizer: variables of the loop, or parts of loaders."""
+    held = [part for each in watched.loaders for part in (getattr(each, "collate_fn", 0), getattr(each, "dataset", 0))]
+    owners = [*watched.values(), *held]
+    inner = [value for each in owners for value in (getattr(each, "__dict__", None) or {}).values()]
+    found = set()
+    for each in (*owners, *inner):
+        for name in NAMES_OF_ENDS:
+            if name in (getattr(each, "__dict__", None) or ()) or hasattr(type(each), name):
+                value = getattr(each, name, None)
+                found |= {value} if type(value) is int else set()
+    return tuple(sorted(found))

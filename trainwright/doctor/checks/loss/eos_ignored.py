@@ -1,5 +1,5 @@
 from trainwright.doctor import Every, Finding, Results, RunContext, Where, check
-from trainwright.doctor.facts.data import TokensFacts
+from trainwright.doctor.facts.data import TargetsFacts, TokensFacts
 
 
 @check(stage="label")
@@ -9,7 +9,7 @@ def eos_ignored(run: RunContext, exams: Every[TokensFacts]) -> Results:
     Why it matters: the model never learns to stop. The loss shows nothing; generation runs to the length limit.
 
     How it is detected: the padding id also occurs between targets, the attention mask counts its first occurrence as
-    text, or the model's configuration names it as `eos_token_id`. It is never a target.
+    text, or the model's configuration or a tokenizer names it as `eos_token_id`. It is never a target.
 
     Exceptions: padding that occurs only at the end; prompts that are not trained on.
 
@@ -22,6 +22,8 @@ def eos_ignored(run: RunContext, exams: Every[TokensFacts]) -> Results:
     Sources: huggingface/trl#1623, huggingface/trl PR 6357.
     """
     found: Finding | None = None
+    targets = run.latest(TargetsFacts)
+    named = targets.ends if targets is not None else ()
     for step, facts in exams:
         for loss in facts.losses:
             ends = loss.ends
@@ -30,7 +32,11 @@ def eos_ignored(run: RunContext, exams: Every[TokensFacts]) -> Results:
             if ends.targets:
                 return
             seen = max(ends.within, ends.attended)
-            if found is None and loss.offset == 1 and (seen >= max(2, ends.rows // 8) or ends.is_end):
+            if (
+                found is None
+                and loss.offset == 1
+                and (seen >= max(2, ends.rows // 8) or ends.is_end or ends.id in named)
+            ):
                 how = (
                     "only as padding"
                     if not seen
