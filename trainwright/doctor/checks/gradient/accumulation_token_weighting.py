@@ -1,9 +1,10 @@
 from statistics import variance
 
-from trainwright.doctor import Every, Results, RunContext, check
+from trainwright.doctor import Every, ExperimentRequest, Results, RunContext, check
 from trainwright.doctor.facts.loss import AccumulationFacts
 
 MIN_COUNT_RATIO = 1.5  # Largest count / smallest count
+MAX_EXAMINATIONS = 4  # Examinations of accumulated steps that are requested. The counts of one may be equal
 MIN_RELATIVE_ERROR = 0.25  # Relative distance of a micro-batch's weight from its fraction of the targets
 
 
@@ -26,12 +27,16 @@ def accumulation_token_weighting(run: RunContext, exams: Every[AccumulationFacts
     Sources: huggingface/transformers#34191, huggingface/transformers#35203.
     """
     found: list[tuple[int, list[float]]] = []
+    is_counted = False
     for step, facts in exams:
         counts, weights = [each for each in facts.counts if each], [each for each in facts.weights if each]
         whole = len(counts) == len(weights) == facts.backwards and facts.is_plain
+        is_counted |= whole and len(counts) > 1
         if whole and len(counts) > 1 and max(weights) < 1.1 * min(weights) and _are_uneven(counts):
             found.append((step, counts))
-    if not found or (len(found) < 2 and not any(len({*counts[:-1]}) > 1 for _, counts in found)):
+    if len(found) < 2 and not any(len({*counts[:-1]}) > 1 for _, counts in found):
+        if is_counted and len(exams) < MAX_EXAMINATIONS:
+            yield ExperimentRequest("accumulation")
         return
     step, counts = found[-1]
     yield run.finding(
