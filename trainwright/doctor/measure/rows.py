@@ -79,6 +79,8 @@ MAX_CALLS_PER_STEP = 8
 MAX_ROWS = 1 << 16
 MAX_BATCHES = 4096
 MAX_ROWS_PER_BATCH = 256  # Larger batches are sampled: rows whose digest is a multiple of a fixed number are read
+MIN_URGENT_ROWS, MAX_NEW = 4, 0.05
+"""Evaluated training rows that are reported at once, and the fraction of new rows in the last steps until then."""
 MAX_CALLS_PER_EVALUATION = 64
 MAX_EVALUATIONS_PER_SITE = 8
 MAX_READS_WITHOUT_TARGETS = 4
@@ -113,7 +115,7 @@ class _Read:
 
 
 class InputRows(Probe):
-    """Reads the rows of calls, about 50 us per call. ``urgent``: batches repeat for the first time."""
+    """Reads the rows of calls, about 50 us per call. ``urgent``: batches repeat, or training rows are evaluated."""
 
     name = RowsFacts.experiment
     hears_every_step = True
@@ -144,7 +146,7 @@ class InputRows(Probe):
         self._is_fresh = False  # the newest batch was not passed to a model yet
         self._passes: list[tuple[Site, Hashable, Tensor | None]] = []  # passes since the last step
         self._times: Counter[Site] = Counter()
-        self._told = False
+        self._told = self._is_overlap_told = False
 
     def on_epoch(self, loader: Loader, iterator: object) -> None:
         self._begin_source(loader, iterator)
@@ -236,7 +238,7 @@ class InputRows(Probe):
                 self._seen |= fresh
         found = self._found
         repeats = found.same >= SAME - 1 or found.equal_groups >= 4 or found.recurred >= SAME
-        self.urgent, self._told = repeats and not self._told, self._told or repeats
+        self.urgent, self._told = self.urgent or (repeats and not self._told), self._told or repeats
 
     def _values(self, digests: Tensor) -> list[int]:
         self._one_of = self._one_of or max(1, len(digests) // MAX_ROWS_PER_BATCH)
@@ -302,7 +304,10 @@ class InputRows(Probe):
         if self._last_rows and self._last_rows < every:
             self._found.whole = max(self._found.whole, len(every))
         seen = [self._overlap(calls, site, source is not None) for (site, source), calls in parts.items()]
-        self._found.evaluated = max(seen, key=lambda each: (each.is_partial, each.shared))
+        last = self._found.evaluated = max(seen, key=lambda each: (each.is_partial, each.shared))
+        is_overlap = last.is_partial and last.shared >= MIN_URGENT_ROWS and sum(self._new) <= MAX_NEW * len(self._new)
+        self.urgent = self.urgent or (is_overlap and not self._is_overlap_told)
+        self._is_overlap_told |= is_overlap
 
     def _overlap(self, calls: Sequence[list[int]], site: Site, has_source: bool) -> EvaluatedRows:
         """Returns facts on evaluated rows. Without a known source, several sets may have been evaluated in turn."""
