@@ -72,6 +72,7 @@ class SplitsFacts:
     standardized: int = 0  # Columns with mean 0 and deviation 1 over exactly these rows
     gapless: int = 0  # Columns of codes that have no gap and end before those of training
     gaps: float = 0.0  # Number of gaps in these columns that the frequencies of training predict
+    scales: tuple[str, ...] = ()  # The usual scales of training and of evaluation inputs, if they differ
     source: str | None = None  # Line that calls the model
 
 

@@ -1,6 +1,8 @@
-"""Measures the columns of evaluated inputs: their moments, and the codes of categories beside those of training."""
+"""Measures evaluated inputs beside those of training: moments of columns, codes of categories, and the scale."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,8 @@ EVERY_STEP_UNTIL = 128  # Training steps whose codes are counted
 MAX_PASSES = 64  # Passes of an evaluation that are read
 MAX_COLUMNS, MAX_CODED_COLUMNS, MAX_CODES = 512, 32, 1024
 MIN_ROWS, MIN_DISTINCT = 32, 16
+MAX_RANGED = 16  # Training steps, and passes of an evaluation, whose range is measured
+MAX_MEAN_OF_ALL = 0.3  # Absolute mean of standardized inputs
 MAX_MEAN = 1e-5  # Absolute mean of a column standardized with its own mean. With that of other rows: 1 / sqrt(rows)
 
 
@@ -31,9 +35,15 @@ class Splits(Probe):
         self._trained = torch.zeros(0)  # counts of the codes (columns, codes)
         self._passes: dict[Site, list[Tensor]] = {}
         self._last: dict[Site, list[Tensor]] = {}  # of the newest evaluation
+        self._training = _Range()
+        self._evaluated: dict[Site, _Range] = {}  # in passes since the last step
+        self._ranges: dict[Site, _Range] = {}  # of the newest evaluation
 
     def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
         is_training = torch.is_grad_enabled()
+        values = self._training if is_training else self._evaluated.setdefault(self._sites.current, _Range())
+        if values.passes < MAX_RANGED:
+            values.add(plain(tensors_of((args, kwargs), 3)))
         passes = [] if is_training else self._passes.setdefault(self._sites.current, [])
         if self._steps >= EVERY_STEP_UNTIL if is_training else len(passes) >= MAX_PASSES:
             return
@@ -49,6 +59,9 @@ class Splits(Probe):
 
     def on_closed(self, step: RecordedStep) -> None:
         self._steps = step.step
+        if self._evaluated:
+            ranges, self._evaluated = self._evaluated, {}
+            self._ranges = {site: each for site, each in ranges.items() if site in self._sites} or self._ranges
         if self._passes:
             passes, self._passes = self._passes, {}
             self._last = {site: each for site, each in passes.items() if each and site in self._sites} or self._last
@@ -61,6 +74,10 @@ class Splits(Probe):
                 total = torch.stack(passes).sum(0).cpu()
                 made = self._of_codes(total) if total.shape[1] == MAX_CODES else _of_moments(total, source_of(site))
                 found = made if made.columns else found
+        scale, kinds = self._training.scale(), [(each.scale(), site) for site, each in self._ranges.items()]
+        others = [(each, source_of(site)) for each, site in kinds if scale and each and each != scale]
+        if others and not any(each == scale for each, _ in kinds):
+            found = replace(found, scales=(scale, others[0][0]), source=others[0][1])
         return found
 
     def _of_codes(self, evaluated: Tensor) -> SplitsFacts:
@@ -76,6 +93,43 @@ class Splits(Probe):
                 if len(codes) == len(within):
                     gapless, gaps = gapless + 1, gaps + float((1 - within).pow(rows).sum())
         return SplitsFacts(rows=rows, columns=len(evaluated), gapless=gapless, gaps=gaps)
+
+
+class _Range:
+    """Range and moments of the first input with floating-point rows, in several passes, on its device."""
+
+    def __init__(self) -> None:
+        self.passes = 0
+        self._total: Tensor | None = None
+
+    def add(self, given: list[Tensor]) -> None:
+        x = next(
+            (each.detach() for each in given if each.dim() > 1 and each.is_floating_point() and each.numel()), None
+        )
+        if x is None:
+            return
+        self.passes += 1
+        wide, ones = x.double(), torch.ones((), dtype=torch.double, device=x.device)
+        ends = torch.stack([wide.amin(), -wide.amax(), -(wide != wide.round()).any().double()])
+        sums = torch.stack([ones * x.numel(), wide.sum(), wide.square().sum()])
+        now = torch.cat([ends, sums])
+        if self._total is not None and self._total.device == now.device:
+            now = torch.cat([torch.minimum(self._total[:3], ends), self._total[3:] + sums])
+        self._total = now
+
+    def scale(self) -> str:
+        """Returns the name of a usual scale of pictures; "" for another one. Synchronizes with the device."""
+        if self._total is None:
+            return ""
+        low, high, fraction, number, total, squares = self._total.tolist()
+        high, mean = -high, total / number
+        deviation = max(0.0, squares / number - mean * mean) ** 0.5
+        if low >= 0:
+            is_byte = fraction == 0 and 32 < high <= 255
+            return "0 to 255" if is_byte else "0 to 1" if 0.5 < high <= 1 and fraction else ""
+        if low >= -1 and high <= 1:
+            return "-1 to 1" if low < -0.5 and high > 0.5 else ""
+        return "standardized" if abs(mean) < MAX_MEAN_OF_ALL and 0.7 < deviation < 1.3 else ""
 
 
 def _moments(x: Tensor) -> Tensor:
