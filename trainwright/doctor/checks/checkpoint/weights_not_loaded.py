@@ -7,7 +7,8 @@ def weights_not_loaded(run: RunContext, facts: ResumeFacts) -> Results:
     """Weights of the model are not in the state that is loaded, and `strict=False` hides it.
 
     How it is detected: the missing keys of `load_state_dict` differ from the keys of the loaded state only by a prefix,
-    or are half of the model.
+    or are half of the model. Or a state among the variables of the loop fits the model except for a prefix, and no
+    module has its values.
 
     Exceptions: a part that is new, such as a head; the state of an adapter without its frozen weights.
 

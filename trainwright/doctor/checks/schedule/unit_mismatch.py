@@ -17,10 +17,10 @@ def unit_mismatch(run: RunContext, facts: LearningRateFacts) -> Results:
     8 ranks steps the schedule, the decay is over after an eighth of the run.
 
     How it is detected: `scheduler.step()` is called after every micro-batch; or after every update, although the
-    schedule ends within one epoch; or the schedule is as long as the run has updates, but is called at most a quarter
-    as often. Or each update is followed by the same number of calls, two or more. Or calls are repeated without an
-    update in between: about as many as there are calls after an update, or at least two if at least eight calls come
-    after one update each.
+    schedule ends within one epoch (a cosine within half of one); or the schedule is as long as the run has updates, but
+    is called at most a quarter as often. Or each update is followed by the same number of calls, two or more. Or calls
+    are repeated without an update in between: about as many as there are calls after an update, or at least two if at
+    least eight calls come after one update each.
 
     Usual cause: a schedule that counts epochs is stepped for each batch, or the other way round; a scheduler that
     `accelerate` prepared, which steps once for each rank; a call per step and another per epoch; a duplicate call.
