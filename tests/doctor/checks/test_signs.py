@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -133,120 +132,6 @@ def uniform_data(watch: Watch, faulty: bool) -> None:
         for _ in range(24):
             x = torch.rand(32, 64)
             update(optimizer, F.mse_loss(model(x + 0.1 * torch.randn_like(x)), x))
-
-
-def normalised(watch: Watch, momentum: float, *, rows: int = 16) -> None:
-    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16, momentum=momentum), nn.ReLU(), nn.Linear(16, 2))
-    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
-    with watch(model, optimizer):
-        for _ in range(24):
-            x = torch.randn(rows, 8) + 1
-            update(optimizer, F.cross_entropy(model(x), (x[:, 0] > 1).long()))
-
-
-def tensorflow_momentum(watch: Watch, faulty: bool) -> None:
-    normalised(watch, 0.99 if faulty else 0.01)
-
-
-def no_momentum(watch: Watch, faulty: bool) -> None:
-    normalised(watch, 0.0 if faulty else 0.1)
-
-
-def adapted(watch: Watch, faulty: bool, *, vocabulary: bool = False) -> None:
-    body, head = nn.Linear(16, 16), nn.Linear(16, 5)
-    table = nn.Embedding(5 if vocabulary else 64, 16)
-    model = nn.Sequential(table, body, nn.ReLU(), head)
-    for each in (table, head) if faulty else (table,):
-        each.requires_grad_(False)
-    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], 1e-3)
-    with watch(model, optimizer):
-        for _ in range(24):
-            ids = torch.randint(0, 5, (32,))
-            update(optimizer, F.cross_entropy(model(ids), ids))
-
-
-def adapted_after_training(watch: Watch, faulty: bool) -> None:
-    """The output layer was trained before it was frozen."""
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
-    before = torch.optim.Adam(model.parameters(), 1e-2)
-    x = torch.randn(64, 8)
-    y = x[:, :3].argmax(1)
-    for _ in range(30):
-        update(before, F.cross_entropy(model(x), y))
-    model[2].requires_grad_(False)
-    optimizer = torch.optim.Adam(model[0].parameters(), 1e-3)
-    with watch(model, optimizer):
-        for _ in range(24):
-            update(optimizer, F.cross_entropy(model(x), y))
-
-
-def language_model(watch: Watch, faulty: bool) -> None:
-    adapted(watch, True, vocabulary=True)
-
-
-def averaged_module(watch: Watch, faulty: bool) -> None:
-    model = mlp(8, 2)
-    average = copy.deepcopy(model)
-    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
-    x = torch.randn(64, 8)
-    y = (x[:, 0] > 0).long()
-    with watch(model, optimizer):
-        for step in range(40):
-            update(optimizer, F.cross_entropy(model(x), y))
-            if not faulty:
-                with torch.no_grad():
-                    for one, other in zip(average.parameters(), model.parameters(), strict=True):
-                        one.lerp_(other, 0.1)
-            if step % 10 == 9:
-                with torch.no_grad():
-                    float((average(x).argmax(1) == y).float().mean())
-
-
-class Shadow:
-    def __init__(self, model: nn.Module) -> None:
-        self.model, self.values = model, [p.detach().clone() for p in model.parameters()]
-
-    def swap(self) -> None:
-        with torch.no_grad():
-            for p, value in zip(self.model.parameters(), self.values, strict=True):
-                kept = p.clone()
-                p.copy_(value)
-                value.copy_(kept)
-
-    def update(self) -> None:
-        for p, value in zip(self.model.parameters(), self.values, strict=True):
-            value.lerp_(p.detach(), 0.1)
-
-
-def averaged_values(watch: Watch, faulty: bool) -> None:
-    model = mlp(8, 2)
-    shadow = Shadow(model)
-    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
-    x = torch.randn(64, 8)
-    y = (x[:, 0] > 0).long()
-    with watch(model, optimizer):
-        for step in range(40):
-            update(optimizer, F.cross_entropy(model(x), y))
-            if not faulty:
-                shadow.update()
-            if step % 10 == 9:
-                shadow.swap()
-                with torch.no_grad():
-                    float((model(x).argmax(1) == y).float().mean())
-                shadow.swap()
-
-
-def teacher(watch: Watch, faulty: bool) -> None:
-    """A copy that never moves, because it is a teacher of every step."""
-    model = mlp(8, 2)
-    fixed = copy.deepcopy(model)
-    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
-    with watch(model, optimizer):
-        for _ in range(40):
-            x = torch.randn(64, 8)
-            with torch.no_grad():
-                wanted = fixed(x).softmax(1)
-            update(optimizer, F.cross_entropy(model(x), (x[:, 0] > 0).long()) + F.mse_loss(model(x).softmax(1), wanted))
 
 
 def in_bfloat16(watch: Watch, faulty: bool) -> None:
@@ -419,48 +304,6 @@ def adapters_without_gradient(watch: Watch, faulty: bool) -> None:
 REPLAYED = ("gradient.accumulation_discarded", "loss.eos_ignored")
 
 
-def fixed_target(watch: Watch, faulty: bool) -> None:
-    """Random network distillation: the outputs of a fixed random network are to be predicted."""
-
-    class Distilled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.predictor, self.target = mlp(8, 5), mlp(8, 5).requires_grad_(False)
-
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return self.predictor(x), self.target(x)
-
-    model = Distilled()
-    optimizer = torch.optim.Adam(model.predictor.parameters(), 1e-3)
-    with watch(model, optimizer):
-        for _ in range(24):
-            update(optimizer, F.mse_loss(*model(torch.randn(32, 8))))
-
-
-def adapted_head(watch: Watch, faulty: bool) -> None:
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), LowRank(nn.Linear(16, 5)))
-    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], 1e-3)
-    with watch(model, optimizer):
-        for _ in range(24):
-            x = torch.randn(32, 8)
-            update(optimizer, F.cross_entropy(model(x), x[:, :5].argmax(1)))
-
-
-def reference_policy(watch: Watch, faulty: bool) -> None:
-    """A fixed copy is called once for each rollout, and the loss uses its outputs."""
-    model = mlp(8, 4)
-    reference = copy.deepcopy(model)
-    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
-    with watch(model, optimizer):
-        for _ in range(6):
-            x, actions = torch.randn(64, 8), torch.randint(0, 4, (64, 1))
-            with torch.no_grad():
-                old = reference(x).log_softmax(1).gather(1, actions)
-            for _ in range(8):
-                new = model(x).log_softmax(1).gather(1, actions)
-                update(optimizer, (new.exp() * (new - old)).mean())
-
-
 FAULTS = {
     "gradient.accumulation_discarded": (accumulated,),
     "loss.eos_ignored": (padded_with_the_end, padded_by_a_tokenizer),
@@ -470,9 +313,6 @@ FAULTS = {
     "loss.ratio_always_one": (policy,),
     "loss.posterior_collapse": (variational,),
     "model.uniform_noise": (sampled_uniformly, diffusion, diffusion_by_hand, diffusion_of_points),
-    "model.batchnorm_momentum": (tensorflow_momentum, no_momentum),
-    "model.new_head_frozen": (adapted,),
-    "evaluation.weights_from_before_training": (averaged_module, averaged_values),
     "loss.ctc_blank_is_label": (speech,),
     "loss.ctc_infeasible": (short_speech,),
     "model.view_reorders_axes": (tagger,),
@@ -481,8 +321,6 @@ FAULTS = {
 HEALTHY = {
     "loss.ratio_always_one": (policy_of_one_update, policy_on_few_prompts, policy_with_second_pass),
     "model.uniform_noise": (uniform_data,),
-    "model.new_head_frozen": (adapted_after_training, adapted_head, language_model, fixed_target),
-    "evaluation.weights_from_before_training": (teacher, reference_policy),
 }
 
 

@@ -30,7 +30,6 @@ from trainwright.doctor.measure.samples import StoredSamples
 from trainwright.doctor.measure.schedule import Schedules
 from trainwright.doctor.measure.splits import Splits
 from trainwright.doctor.measure.tokens import Targets
-from trainwright.doctor.measure.unmoved import Heads, Statistics, UnmovedEvaluations
 from trainwright.doctor.measure.updates import again, batch_steps, update
 from trainwright.doctor.measure.weights import MovingWeights
 from trainwright.doctor.measure.wiring import activation_between, first_loss_rescaled, integrity, structure, symmetry
@@ -49,8 +48,6 @@ LISTENERS: tuple[Callable[[WatchedObjects], Probe | None], ...] = (
     Schedules,
     PretrainedProbe,
     Compilations,
-    Heads,
-    Statistics,
 )
 """Each creates a listener for a loop; None if there is nothing to observe."""
 LIVE_LOOP_LISTENERS: tuple[Callable[[WatchedObjects], Probe | None], ...] = (
@@ -69,7 +66,6 @@ LIVE_LOOP_LISTENERS: tuple[Callable[[WatchedObjects], Probe | None], ...] = (
     Scaler,
     Splits,
     Steadiness,
-    UnmovedEvaluations,
 )
 """Listeners that observe the user's loop only. Replayed steps of the engine show them nothing."""
 REPLAYS: tuple[Experiment, ...] = (

@@ -196,7 +196,7 @@ class StoredSamples(Probe):
 def _points_of(leaves: Sequence[Tensor]) -> list[Tensor]:
     """Returns tensors of two or more points for each sample, (N, P, 2), from (N, P, 2) or (N, 2 P)."""
     floats = [each for each in leaves if each.is_floating_point() and len(each)]
-    flat = [each.unflatten(1, (-1, 2)) for each in floats if each.dim() == 2 and each.shape[1] % 2 == 0]
+    flat = [each.reshape(len(each), -1, 2) for each in floats if each.dim() == 2 and each.shape[1] % 2 == 0]
     points = [*(each for each in floats if each.dim() == 3 and each.shape[2] == 2), *flat]
     return [each for each in points if 2 <= each.shape[1] <= MAX_POINTS]
 
