@@ -46,7 +46,7 @@ class Check:
     names_cause: bool = True  # False for a symptom: any cause that is at least as severe explains it
     # What its findings point at in the user's source, the best first: a kind of recorded call, such as ``backward``, or
     # an object: optimizer, scheduler, dataset, validation (its dataset), loader, sampler, split, seed, load,
-    # optimizer_load, criterion, attribute, initialization, construction (of a module)
+    # optimizer_load, criterion, initialization, construction (of a module)
     points_at: tuple[str, ...] = ()
     since_step: int | None = None  # The first step that shows the fault, if that is always the same
 

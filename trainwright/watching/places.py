@@ -205,7 +205,6 @@ class SourcePlaces:
             "seed": lambda: self._line_that_calls(_SEEDS, MAX_LINES_OF_ONE_PLACE),
             "load": self._line_of_load,
             "optimizer_load": lambda: self._line_that_loads(self._optimizers),
-            "attribute": lambda: self._line_that_sets({str(each.seen) for each in found.evidence}),
             "initialization": lambda: self._line_of_initialization(where.module or ""),
             "construction": lambda: self._line_of_module(where.module or "", None, is_made=True),
             "model": self._line_of_model,
@@ -292,9 +291,6 @@ class SourcePlaces:
 
     def _line_that_calls(self, names: Set[str], span: int = 0) -> str | None:
         return self._in_program(names, lambda source: source.calls(names), span)
-
-    def _line_that_sets(self, names: Set[str]) -> str | None:
-        return self._in_program(names, lambda source: source.sets(names))
 
     def _line_of_optimizer(self) -> str | None:
         """Return the line that makes the optimizer; if a library makes it, the only one that passes a learning rate."""

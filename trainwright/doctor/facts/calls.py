@@ -73,24 +73,6 @@ class ScalerFacts:
 
 
 @dataclass(frozen=True)
-class IdleAttribute:
-    """An attribute that nothing reads, probably a misspelt one."""
-
-    owner: str  # The object with the attribute
-    name: str  # Name of the attribute
-    known: str  # The attribute with a similar name that torch reads
-    count: int  # Number of objects with the attribute
-
-
-@dataclass(frozen=True)
-class AttributesFacts:
-    """Attributes of parameters, modules and optimizers that nothing reads."""
-
-    experiment: ClassVar[str] = "attributes"
-    idle: tuple[IdleAttribute, ...] = ()
-
-
-@dataclass(frozen=True)
 class KeptState:
     """A result of ``state_dict()`` whose tensors changed while the loop held it."""
 

@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 from trainwright.doctor.measure import batches, nonfinite, tokens
 from trainwright.doctor.measure.accumulation import accumulation
-from trainwright.doctor.measure.attributes import Attributes, Steadiness
 from trainwright.doctor.measure.averages import Averages
 from trainwright.doctor.measure.calls import Calls, Scaler
 from trainwright.doctor.measure.compilations import Compilations
@@ -29,6 +28,7 @@ from trainwright.doctor.measure.rows import InputRows
 from trainwright.doctor.measure.samples import StoredSamples
 from trainwright.doctor.measure.schedule import Schedules
 from trainwright.doctor.measure.splits import Splits
+from trainwright.doctor.measure.steadiness import Steadiness
 from trainwright.doctor.measure.tokens import Targets
 from trainwright.doctor.measure.updates import again, batch_steps, update
 from trainwright.doctor.measure.weights import MovingWeights
@@ -51,7 +51,6 @@ LISTENERS: tuple[Callable[[WatchedObjects], Probe | None], ...] = (
 )
 """Each creates a listener for a loop; None if there is nothing to observe."""
 LIVE_LOOP_LISTENERS: tuple[Callable[[WatchedObjects], Probe | None], ...] = (
-    Attributes,
     Growth,
     MixedPrecision,
     ResumeProbe,

@@ -209,31 +209,6 @@ def test_a_kept_state_is_a_copy(kept_as: Callable[[dict[str, Tensor]], object], 
     assert ("checkpoint.kept_state_changes" in alarms(watched(model, after_update=keep))) == expected
 
 
-@pytest.mark.parametrize("name", ["requires_grad", "require_grad"])
-def test_attributes_that_nothing_reads(name: str) -> None:
-    model = mlp()
-    if name == "requires_grad":
-        model[0].requires_grad = False  # type: ignore[assignment]
-    else:
-        model[0].weight.require_grad = False  # type: ignore[union-attr]
-    assert "loop.attribute_without_effect" in alarms(watched(model))
-    model = mlp()
-    model[0].requires_grad_(False)
-    assert "loop.attribute_without_effect" not in alarms(watched(model))
-
-
-def test_a_learning_rate_is_that_of_the_groups() -> None:
-    for is_right in (False, True):
-        model = mlp()
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        if is_right:
-            optimizer.param_groups[0]["lr"] = 0.01
-        else:
-            optimizer.lr = 0.01  # type: ignore[attr-defined]
-        found = alarms(watched(model, optimizer=optimizer))
-        assert ("loop.attribute_without_effect" in found) != is_right
-
-
 def test_modes_that_do_not_come_back() -> None:
     model = mlp(nn.Dropout(0.2))
     count = []
