@@ -115,7 +115,8 @@ def _of_graphs(session: ReplaySession, nodes: Tensor) -> dict[str, Any]:
     if not 0 < reached <= len(nodes):
         return {}
     numbers = torch.arange(graphs[0], device=nodes.device)
-    of_nodes = [each for each in given if each.shape == nodes.shape[:1] and torch.equal(torch.unique(each), numbers)]
+    of_nodes = [each for each in given if each.shape == nodes.shape[:1] and bool((each[1:] >= each[:-1]).all())]
+    of_nodes = [each for each in of_nodes if torch.equal(torch.unique(each), numbers)]
     crossing = [float((of[each[0]] != of[each[1]]).double().mean()) for of in of_nodes[:1] for each in edges]
     return {"reached": reached, "crossing": max(crossing, default=0.0)}
 

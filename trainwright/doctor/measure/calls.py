@@ -64,7 +64,9 @@ class Calls(Probe):
         for module in self._modules() if found else ():
             named = list(module.named_parameters())
             if len(named) <= MAX_PARAMETERS_OUTSIDE:
-                self._outside |= {f"{type(module).__name__}.{name}": p for name, p in named if id(p) in found}
+                these = {f"{type(module).__name__}.{name}": p for name, p in named if id(p) in found}
+                self._outside |= these
+                self._were_trained |= {name for name, p in these.items() if was_trained(p)}
 
     def on_zero_grad(self, owner: Optimizer | nn.Module) -> None:
         if id(owner) in self._watched:

@@ -24,6 +24,7 @@ STEPS_OF_PROGRAM = 8  # The first steps, whose program is read
 MIN_STEPS = 4  # Minimum number of observations. All but the first must show the sign
 MAX_WEIGHTS = 4  # Maximum number of products with weights of samples that are read in a step
 MIN_WITHOUT_ALIGNMENT = 0.05  # Minimum fraction of the samples of a CTC loss. A few bad transcripts are usual
+MAX_EXPLAINED = 0.7  # Variance of an input that mixed-in noise may explain. A target with some noise explains more
 MIN_UNIFORM = 128  # Elements of a target whose distribution is tested
 MAX_UNIFORM = 8192
 MIN_FEATURES = 32  # Minimum number of elements of a sample. With fewer, the mean is not far below the sum
@@ -328,9 +329,11 @@ def _is_mixed_in(inputs: Tensor, target: Tensor) -> Tensor:
     signal, noise = (each.detach().reshape(len(target), -1).float() for each in (inputs, target))
     signal = signal - signal.mean(1, keepdim=True)
     noise = noise - noise.mean(1, keepdim=True)
-    factors = (signal * noise).sum(1) / noise.square().sum(1).clamp(min=1e-12)
-    low, median, high = factors.quantile(torch.tensor([0.25, 0.5, 0.75], device=factors.device))  # of few elements, the
-    return torch.logical_and(median > 0.05, high - low > 0.05)  # largest factors say nothing
+    products, squares = (signal * noise).sum(1), noise.square().sum(1)
+    # samples with few elements have large factors by chance, so quartiles are compared
+    low, median, high = (products / squares.clamp(min=1e-12)).quantile(torch.tensor([0.25, 0.5, 0.75]).to(squares))
+    explained = products.sum().square() / (squares.sum() * signal.square().sum()).clamp(min=1e-12)
+    return torch.stack([median > 0.05, high - low > 0.05, explained < MAX_EXPLAINED]).all()
 
 
 def _weight_of_sum(term: Term, makers: Mapping[int, Operation], step: RecordedStep) -> float | None:

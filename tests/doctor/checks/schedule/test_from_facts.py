@@ -46,7 +46,9 @@ def metrics(mode: str, values: list[float]) -> LearningRateFacts:
         ("cosine_climbs", replace(PLAIN, lrs=((1, 0.1), (5, 0.01), (9, 0.05)),
             schedulers=(part("CosineAnnealingLR", T_max=9.0, last_epoch=9),)), []),
         ("unit_mismatch", replace(PLAIN, steps=12, length=40, lrs=((1, 0.1), (2, 0.09)), schedulers=(replace(
-            part("CosineAnnealingLR", T_max=8.0, last_epoch=2), windows=(Window(1, 1, 1),) * 8),)), ["warning"]),
+            part("CosineAnnealingLR", T_max=8.0, last_epoch=12), windows=(Window(1, 1, 1),) * 8),)), ["warning"]),
+        ("unit_mismatch", replace(PLAIN, steps=12, length=400, lrs=((1, 0.1), (2, 0.09)), schedulers=(replace(
+            part("CosineAnnealingLR", T_max=12.0, last_epoch=12), windows=(Window(1, 1, 1),) * 8),)), []),
         ("unit_mismatch", replace(PLAIN, steps=12, length=40, lrs=((1, 0.1), (2, 0.09)), schedulers=(replace(
             part("CosineAnnealingLR", T_max=40.0, last_epoch=2), windows=(Window(1, 1, 1),) * 8),)), []),
         ("cosine_climbs", replace(PLAIN, lrs=((1, 0.1), (5, 0.01), (9, 0.05)),

@@ -17,10 +17,10 @@ def unit_mismatch(run: RunContext, facts: LearningRateFacts) -> Results:
     8 ranks steps the schedule, the decay is over after an eighth of the run.
 
     How it is detected: `scheduler.step()` is called after every micro-batch; or after every update, although the
-    schedule ends within one epoch (a cosine within half of one); or the schedule is as long as the run has updates, but
-    is called at most a quarter as often. Or each update is followed by the same number of calls, two or more. Or calls
-    are repeated without an update in between: about as many as there are calls after an update, or at least two if at
-    least eight calls come after one update each.
+    schedule ends within one epoch (a cosine within half of one, and the run goes on); or the schedule is as long as the
+    run has updates, but is called at most a quarter as often. Or each update is followed by the same number of calls,
+    two or more. Or calls are repeated without an update in between: about as many as there are calls after an update,
+    or at least two if at least eight calls come after one update each.
 
     Usual cause: a schedule that counts epochs is stepped for each batch, or the other way round; a scheduler that
     `accelerate` prepared, which steps once for each rank; a call per step and another per epoch; a duplicate call.
@@ -83,9 +83,9 @@ def _over_in_an_epoch(facts: LearningRateFacts, each: SchedulerFacts) -> str:
 
 
 def _full_steps(part: PartFacts) -> float:
-    """Returns the sum of all factors that a decaying schedule will ever give, and twice the length of a cosine."""
-    if part.kind == "CosineAnnealingLR":  # its end must be in the first half of an epoch to be a fault
-        return 2.0 * (part.T_max or math.inf)
+    """Returns the sum of all factors that a decaying schedule will ever give; of a passed cosine, twice its length."""
+    if part.kind == "CosineAnnealingLR":  # its end is in the first half of an epoch, and the run goes on
+        return 2.0 * part.T_max if part.T_max and part.last_epoch > part.T_max else math.inf
     gamma = 1.0 if part.gamma is None else part.gamma
     if not 0 <= gamma < 0.999:
         return math.inf
