@@ -23,6 +23,7 @@ class WeightsFacts:
     moved: int = 0  # Number of these tensors that have changed
     zero_gradients: tuple[str, ...] = ()  # Matrices of ``tensors`` whose gradient was all zeros at every examination
     zero_weights: tuple[str, ...] = ()  # Matrices that began as zeros and never moved
+    zeros: int = 0  # Number of matrices of ``tensors`` that began as zeros
     has_gradient: bool = False  # A tensor had a gradient other than 0
     stands_since: int = 0  # The last step after which anything had changed
     updates_since: int = 0  # Updates since ``stands_since``

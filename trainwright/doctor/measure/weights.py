@@ -80,6 +80,7 @@ class MovingWeights(Probe):
         found.tensors, found.moved = len(trainable), len(trainable & moved)
         found.zero_gradients = self._named(with_zeros)
         found.zero_weights = self._named((self._zeros & trainable) - moved)
+        found.zeros = len(self._zeros & trainable)
         found.has_gradient = bool(self._with_gradient & trainable)
         found.updates_since = found.updates - self._updates_then
         found.unchanged = self._named(trainable - changed | trainable & zero_now)

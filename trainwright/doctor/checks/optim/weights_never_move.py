@@ -2,6 +2,7 @@ from trainwright.doctor import NotApplicable, Results, RunContext, Where, check,
 from trainwright.doctor.facts.weights import WeightsFacts, is_left_as_it_is
 
 MIN_UPDATES = 4  # Updates after which some weight has moved
+MIN_UPDATES_OF_ZEROS = 2  # Updates after which one of the matrices that begin as zeros has moved
 MIN_UPDATES_FOR_ALL = 12  # Updates after which every matrix has moved
 MIN_RECENT_UPDATES = 40  # Recent updates that show that all weights have stopped
 
@@ -13,7 +14,7 @@ def weights_never_move(run: RunContext, facts: WeightsFacts) -> Results:
     How it is detected: by checksums of all weights at each examination. No weight has changed in the first 4 updates
     (12 if no weight has a gradient), or in the last 40. For single weight matrices: the gradient was exactly 0 at every
     examination, over at least 12 updates; or two or more matrices are 0 and never had a gradient, such as second
-    factors of adapters.
+    factors of adapters (2 updates are enough if it is so for all that begin as 0).
 
     Exceptions: weights that were trained before, or are outside of the trained path, are reported only with -v.
 
@@ -43,10 +44,11 @@ def weights_never_move(run: RunContext, facts: WeightsFacts) -> Results:
             evidence=[("tensors that moved", 0, facts.tensors), ("updates at a rate above 0", since)],
         )
         return
-    if facts.updates < MIN_UPDATES_FOR_ALL or not facts.moved:
-        return
     without = [name for name in facts.zero_weights if name not in facts.zero_gradients]
-    if facts.zero_gradients:
+    is_all = len(without) == facts.zeros  # also the adapters that are in use
+    if facts.updates < (MIN_UPDATES_OF_ZEROS if is_all and without else MIN_UPDATES_FOR_ALL) or not facts.moved:
+        return
+    if facts.zero_gradients and facts.updates >= MIN_UPDATES_FOR_ALL:
         names = facts.zero_gradients
         yield run.finding(
             symptom=f"the gradient of {listed(names)} was exactly 0 at every examination of {facts.updates} updates",
