@@ -216,6 +216,35 @@ def attached(watch: Watch, faulty: bool) -> None:
             )
 
 
+def terminal(watch: Watch, faulty: bool, *, by_hand: bool = False) -> None:
+    online, fixed = mlp(4, 2), mlp(4, 2).requires_grad_(False)
+    optimizer = torch.optim.Adam(online.parameters(), 1e-3)
+    with watch(online, optimizer):
+        for _ in range(24):
+            state, action, reward = torch.randn(32, 4), torch.randint(0, 2, (32, 1)), torch.rand(32)
+            done = (torch.rand(32) < 0.2).float()
+            following = fixed(state + 1).max(1).values
+            wanted = reward + 0.9 * following * (1 if faulty else 1 - done)
+            value = online(state).gather(1, action).squeeze(1)
+            update(optimizer, (value - wanted).square().mean() if by_hand else F.smooth_l1_loss(value, wanted))
+
+
+def terminal_by_hand(watch: Watch, faulty: bool) -> None:
+    terminal(watch, faulty, by_hand=True)
+
+
+def continuing(watch: Watch, faulty: bool) -> None:
+    """Rewards are 0 or 1, and episodes do not end."""
+    online = mlp(4, 2)
+    optimizer = torch.optim.Adam(online.parameters(), 1e-3)
+    with watch(online, optimizer):
+        for _ in range(24):
+            state, action, reward = torch.randn(32, 4), torch.randint(0, 2, (32, 1)), (torch.rand(32) < 0.3).float()
+            following = online(state + 1).max(1).values.detach()
+            wanted = reward + 0.9 * following
+            update(optimizer, F.mse_loss(online(state).gather(1, action).squeeze(1), wanted))
+
+
 class Pooled(nn.Module):
     """Pools a sequence with attention weights over ``dim``."""
 
@@ -309,6 +338,7 @@ FAULTS = {
     "loss.eos_ignored": (padded_with_the_end, padded_by_a_tokenizer),
     "precision.lost_updates": (in_bfloat16,),
     "loss.bootstrapped_target_attached": (attached,),
+    "loss.ends_ignored": (terminal, terminal_by_hand),
     "model.softmax_over_one_value": (attention,),
     "loss.ratio_always_one": (policy,),
     "loss.posterior_collapse": (variational,),
@@ -319,6 +349,7 @@ FAULTS = {
     "optim.weights_never_move": (adapters_without_gradient,),
 }
 HEALTHY = {
+    "loss.ends_ignored": (continuing,),
     "loss.ratio_always_one": (policy_of_one_update, policy_on_few_prompts, policy_with_second_pass),
     "model.uniform_noise": (uniform_data,),
 }

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from itertools import permutations
 
 import torch
 from torch import Tensor
 
 from trainwright.doctor.facts.loss import LossSign
 from trainwright.doctor.measure.tensors import VIEW_NODES, is_reordered, leaves_among, made_by, nodes_behind
-from trainwright.recorder.callers import caller
+from trainwright.recorder.callers import caller, calling_frame
 from trainwright.recorder.plain_tensors import is_plain
 from trainwright.recorder.plain_tensors import plain as dense
 from trainwright.recorder.program import Constant, Operation, RecordedStep, Slot, constants_of
@@ -23,6 +24,7 @@ RECONSTRUCTIONS = DISTANCES | {"binary_cross_entropy", "binary_cross_entropy_wit
 STEPS_OF_PROGRAM = 8  # The first steps, whose program is read
 MIN_STEPS = 4  # Minimum number of observations. All but the first must show the sign
 MAX_WEIGHTS = 4  # Maximum number of products with weights of samples that are read in a step
+MIN_SAMPLES = 8  # Minimum number of targets that are compared with variables of the loop
 MIN_WITHOUT_ALIGNMENT = 0.05  # Minimum fraction of the samples of a CTC loss. A few bad transcripts are usual
 MAX_EXPLAINED = 0.7  # Variance of an input that mixed-in noise may explain. A target with some noise explains more
 MIN_UNIFORM = 128  # Elements of a target whose distribution is tested
@@ -141,6 +143,9 @@ class LoopSigns:
                     self._weights.append((weights.double().clone(), self._grouped.get(len(weights)) or caller()))
             if plain in DISTANCES and len(args) > 1:
                 self._note_attached(plain, args[0], args[1])
+            pair = [each for each in args[:2] if isinstance(each, Tensor)]
+            if plain in DISTANCES | {"sub", "rsub"} and sum(each.requires_grad for each in pair) == 1 == len(pair) - 1:
+                self._note_ends(plain, next(each for each in pair if not each.requires_grad))
 
     def _show(self, kind: str, op: str, is_shown: Tensor, line: str | None = None) -> None:
         self._shown.setdefault((kind, op, line or caller()), []).append(is_shown)
@@ -205,6 +210,24 @@ class LoopSigns:
             one, other = (leaves_among(nodes_behind([each.grad_fn])) for each in (prediction, target) if each.grad_fn)
             is_attached = bool(one & other)
         self._show("target_attached", plain, torch.tensor(is_attached))
+
+    def _note_ends(self, plain: str, target: Tensor) -> None:
+        """Records whether a target ``reward + factor * next value`` ignores flags of ended episodes.
+
+        Reward, next value and flags are variables of the function that computes the loss. Synchronizes if it has some.
+        """
+        frame, size = calling_frame(), target.numel()
+        values = [] if frame is None or size < MIN_SAMPLES else list(frame.f_locals.values())
+        values = [v for v in values if isinstance(v, Tensor) and v.numel() == size and is_plain(v)]
+        flat = [v.detach().flatten() for v in values if not v.requires_grad and v.dtype != torch.int64]
+        numbers = [v for v in flat if v.is_floating_point()]
+        if len(numbers) < 3:
+            return
+        flags = [v for v in flat if bool(((v == 0) | (v == 1)).all()) and 0 < int(v.sum()) < size]
+        pairs = [pair for pair in permutations(numbers, 2) if flags and _is_bootstrap(target.flatten(), *pair)]
+        if flags:
+            is_shown = any(not torch.equal(v.to(reward), reward) for reward, _ in pairs for v in flags)
+            self._show("ends_ignored", plain, torch.tensor(is_shown))
 
     # the program of a step
 
@@ -289,6 +312,13 @@ class LoopSigns:
                     yield LossSign(key[0], key[1], len(values), key[2], mean)
             elif (len(values) >= MIN_STEPS and all(values[1:])) or (key[0] == "groups_mixed" and all(values)):
                 yield LossSign(key[0], key[1], len(values), key[2], self._values.get(key, 0.0))
+
+
+def _is_bootstrap(target: Tensor, reward: Tensor, following: Tensor) -> bool:
+    """Returns True if the target is the reward plus one multiple of the next value, for all samples."""
+    rest = target - reward
+    factor = (rest * following).sum() / following.square().sum().clamp(min=1e-12)
+    return 0.3 < float(factor) < 0.9999 and torch.allclose(rest, factor * following, rtol=1e-4, atol=1e-5)
 
 
 def _groups(rows: Tensor) -> Tensor | None:
