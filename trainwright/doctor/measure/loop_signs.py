@@ -220,11 +220,11 @@ class LoopSigns:
         values = [] if frame is None or size < MIN_SAMPLES else list(frame.f_locals.values())
         values = [v for v in values if isinstance(v, Tensor) and v.numel() == size and is_plain(v)]
         flat = [v.detach().flatten() for v in values if not v.requires_grad and v.dtype != torch.int64]
-        numbers = [v for v in flat if v.is_floating_point()]
+        numbers = [v.double() for v in flat if v.is_floating_point() and v.device == target.device][:8]
         if len(numbers) < 3:
             return
         flags = [v for v in flat if bool(((v == 0) | (v == 1)).all()) and 0 < int(v.sum()) < size]
-        pairs = [pair for pair in permutations(numbers, 2) if flags and _is_bootstrap(target.flatten(), *pair)]
+        pairs = [pair for pair in permutations(numbers, 2) if flags and _is_bootstrap(target.flatten().double(), *pair)]
         if flags:
             is_shown = any(not torch.equal(v.to(reward), reward) for reward, _ in pairs for v in flags)
             self._show("ends_ignored", plain, torch.tensor(is_shown))
