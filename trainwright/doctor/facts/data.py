@@ -21,6 +21,8 @@ class EvaluatedRows:
     trained: int  # Number of different rows in training so far
     repeated: int = 0  # Number of different rows that occur more than once
     shared_repeated: int = 0  # Number of these that were trained on
+    parts: int = 0  # Number of time steps that were read, if the rows may be windows of a series
+    moved_parts: int = 0  # Number of these that are in training windows, too, at another place
     is_one_set: bool = True  # All rows come from one loader or tensor
     source: str | None = None  # Line that calls the model
 

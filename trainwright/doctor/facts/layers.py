@@ -183,3 +183,13 @@ class PaddedFacts:
     experiment: ClassVar[str] = "padded"
     padding: Deviation | None = None  # Deviation of its outputs; None if not measured
     pad: str = ""  # The declaration that identifies padding
+
+
+@dataclass(frozen=True)
+class InputsFacts:
+    """The arguments of the model's forward pass, replayed with one change at a time."""
+
+    experiment: ClassVar[str] = "inputs"
+    arguments: int = 0  # Number of arguments whose rows differ
+    without_effect: tuple[str, ...] = ()  # Those whose rows, in another order, change no bit of the outputs
+    keeps_order: bool = True  # False: an attention model gives the same outputs for tokens in another order

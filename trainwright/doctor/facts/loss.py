@@ -40,6 +40,8 @@ class MeasuredLoss:
     ignored_inside: float = 0.0  # Fraction of the sequences with a target of that index between others
     rows_without: float = 0.0  # Fraction of rows without a target, if those of the others follow an ignored beginning
     weights_of: tuple[int, ...] = ()  # If class weights fit the frequencies of other classes: these, for each class
+    inverted: bool = False  # Class weights rise with the frequencies of the classes
+    own_pairs: bool = False  # Similarities whose diagonal, each sample with itself, is the largest and no target
     reverses: bool = False  # A custom autograd Function is between the parameters and the input
 
 

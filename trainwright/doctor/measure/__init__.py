@@ -14,6 +14,7 @@ from trainwright.doctor.measure.calls import Calls, Scaler
 from trainwright.doctor.measure.compilations import Compilations
 from trainwright.doctor.measure.evaluations import Evaluations
 from trainwright.doctor.measure.function import function, padded
+from trainwright.doctor.measure.inputs import inputs
 from trainwright.doctor.measure.layers import LayerMeasurement, dropout_gap
 from trainwright.doctor.measure.loaders import Loaders
 from trainwright.doctor.measure.loading import KeptStates, Moments, PretrainedProbe, ResumeProbe
@@ -80,6 +81,7 @@ REPLAYS: tuple[Experiment, ...] = (
     function,
     padded,
     in_eval_mode,
+    inputs,
     integrity,
     loss_calls,
     loss_terms,

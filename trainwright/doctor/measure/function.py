@@ -483,7 +483,7 @@ def padded(session: ReplaySession) -> PaddedFacts:
 
 
 @contextmanager
-def _other_random_numbers() -> Iterator[None]:
+def other_random_numbers() -> Iterator[None]:
     """Context with another random seed. Used within ``stage``, which restores the generators."""
     torch.manual_seed(0x5EED)
     yield
@@ -493,7 +493,7 @@ def _again(passes: EvalPasses) -> tuple[Deviation, tuple[str, ...]]:
     """Returns the deviation of a second call with other random numbers, and the buffers that the calls wrote to."""
     before = {name: buffer.clone() for name, buffer in _buffers(passes.session).items()}
     passes.run()
-    again = passes.deviation(passes.run(Intervention(fresh_rng=True, model=_other_random_numbers)))
+    again = passes.deviation(passes.run(Intervention(fresh_rng=True, model=other_random_numbers)))
     now = _buffers(passes.session)
     same = {n for n in before.keys() & now.keys() if torch.equal(before[n].nan_to_num(), now[n].nan_to_num())}
     return again, tuple([name for name in now if name not in same][:8])

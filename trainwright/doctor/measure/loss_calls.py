@@ -184,6 +184,7 @@ MAX_CALLS = 32  # Maximum number of measured calls per step
 MIN_TARGETS_PER_CLASS = 40  # Mean number of targets of a class from which their frequencies are compared with weights
 MIN_FIT, MIN_GAIN_OF_FIT = 0.95, 0.3
 """Correlation of log weights with log frequencies of other classes (minimum), and its gain over the same classes."""
+MIN_PAIRS = 4
 MAX_LOG_PROBABILITY = 1e-3  # Maximum log-probability that is accepted: 0, and a margin for rounding
 BOUNDED_BELOW = CLASSES | BINARY | DISTANCES | {
     "kl_div", "ctc_loss", "soft_margin_loss", "multi_margin_loss", "multilabel_margin_loss",
@@ -218,6 +219,7 @@ class _CallSite:
     early: list[dict[str, float]] = field(default_factory=list)
     sums: tuple[Tensor, float | Tensor] | None = None
     weight: Tensor | None = None
+    pos_weight: Tensor | None = None
     gradient_extremes: list[Tensor] = field(default_factory=list)
     directions: list[int] = field(default_factory=list)
 
@@ -499,6 +501,9 @@ class LossCalls:
             return
         if name in CLASSES and not target.is_floating_point():
             self._record_ignored(site, name, args, kwargs, target)
+            site.fixed["own_pairs"] = _compares_with_itself(x, target) and site.fixed.get("own_pairs", True)
+        given = arguments.get("pos_weight")
+        site.pos_weight = given if isinstance(given, Tensor) and given.numel() == 1 else None
         loss = compared_loss(name, function or getattr(nn.functional, name, torch.sub), args, kwargs)
         if loss is not None:
             self._measure(site, loss, x, target)
@@ -679,7 +684,37 @@ def _call(site: _CallSite) -> MeasuredLoss:
         rows=tuple((r["value"], r["constant"], r["shuffled"]) for r in rows if r.get("varies")),
         outside=min((row["outside"] for row in rows if "outside" in row), default=0.0),
         weights_of=() if site.sums is None or site.weight is None else _classes_of(site.weight, site.sums[0]),
+        inverted=site.sums is not None and _is_inverted(site, *site.sums),
     )
+
+
+def _compares_with_itself(x: Tensor, target: Tensor) -> bool:
+    """Returns True for similarities (N, N) whose diagonal is the same largest value in each row, and never a target."""
+    if x.dim() != 2 or x.shape[0] != x.shape[1] or len(x) < MIN_PAIRS or target.shape != x.shape[:1]:
+        return False
+    scores, own = x.detach().float(), x.detach().float().diagonal()
+    near = 1e-3 * (scores.max() - scores.min())
+    is_largest = ((scores.max(1).values - own) < near).all() & ((own.max() - own.min()) < near) & (near > 0)
+    return bool(is_largest & (target != torch.arange(len(target), device=target.device)).all())
+
+
+def _is_inverted(site: _CallSite, sums: Tensor, number: float | Tensor) -> bool:
+    """Returns True if class weights rise with the frequencies of the classes, instead of falling."""
+    if site.pos_weight is not None and sums.numel() == 1:
+        rate, weight = float(sums) / max(1.0, float(number)), float(site.pos_weight)
+        if not 0 < rate < 1 or weight <= 0 or float(number) < 5 * MIN_TARGETS_PER_CLASS:
+            return False
+        odds = math.log(rate / (1 - rate))
+        return abs(odds) > 0.4 and abs(math.log(weight) - odds) < 0.25
+    n, w = sums.detach().double().cpu().flatten(), site.weight
+    if w is None or w.shape != n.shape or not n.all() or n.mean() < MIN_TARGETS_PER_CLASS:
+        return False
+    w = w.detach().double().cpu()
+    if not (w > 0).all() or n.log().std() < 0.3 or w.log().std() < 0.1:
+        return False
+    if len(n) == 2:
+        return abs(float((w.log() - n.log()).diff())) < 0.25
+    return float(torch.corrcoef(torch.stack([w.log(), n.log()]))[0, 1]) > MIN_FIT
 
 
 def _classes_of(weight: Tensor, counts: Tensor) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, defaultdict, deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
@@ -71,6 +71,37 @@ def is_continuous(tensors: Sequence[Tensor]) -> bool:
     return any(bool((each != each.round()).sum() > 4) for each in floats)
 
 
+MIN_WINDOW = 12  # Values of the shortest window
+MIN_VALUES, MIN_FRACTIONAL = (
+    8,
+    6,
+)  # Values of a part of a window; of these, fractional and different from their neighbour
+MAX_PARTS_PER_CALL = 128
+PARTS_EVERY = 4  # Steps
+
+
+@torch.no_grad()
+def window_parts(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Returns digests (rows, places) of the parts of windows, 0 for parts without information; None without windows.
+
+    A part is as many consecutive time steps as have ``MIN_VALUES`` values. Windows that overlap contain the same parts
+    at different places.
+    """
+    x = next((each.detach() for each in plain(tensors) if each.dim() and each.is_floating_point()), None)
+    if x is None or x.dim() not in (2, 3) or x[0].numel() < MIN_WINDOW:
+        return None
+    steps = x.unsqueeze(2) if x.dim() == 2 else x.transpose(1, 2) if x.shape[2] > x.shape[1] else x
+    length = -(-MIN_VALUES // steps.shape[2])
+    if steps.shape[1] < length + 2:
+        return None
+    windows = steps.unfold(1, length, 1).transpose(2, 3)
+    parts = windows.reshape(-1, length * steps.shape[2])
+    whole, same = parts == parts.round(), torch.zeros_like(parts, dtype=torch.bool)
+    same[:, 1:] = parts[:, 1:] == parts[:, :-1]
+    is_distinct = (~(whole | same)).sum(1) >= MIN_FRACTIONAL
+    return torch.where(is_distinct, _digests(parts), 0).view(windows.shape[:2])
+
+
 EVERY_STEP_UNTIL = 128
 """All steps until this one are read. Later, every INTERVAL_STEPS-th step and the step after it are."""
 INTERVAL_STEPS = 32
@@ -110,6 +141,7 @@ class _Read:
     step: int
     part: tuple[int, int]
     digests: Tensor
+    parts: Tensor | None
     source: _Source | None
     place: int
 
@@ -144,7 +176,10 @@ class InputRows(Probe):
         self._num_iterators = 0
         self._newest: _Source | None = None
         self._is_fresh = False  # the newest batch was not passed to a model yet
-        self._passes: list[tuple[Site, Hashable, Tensor | None]] = []  # passes since the last step
+        # passes since the last step: site, source, digests of rows and of parts of windows
+        self._passes: list[tuple[Site, Hashable, Tensor | None, Tensor | None]] = []
+        self._places: dict[int, int] = {}  # place in its window, by digest of a part
+        self._one_part_of = 0
         self._times: Counter[Site] = Counter()
         self._told = self._is_overlap_told = False
 
@@ -200,18 +235,19 @@ class InputRows(Probe):
         source = self._newest if self._is_fresh else None
         self._found.whole = max(self._found.whole, source.length if source else _rows_of_base(tensors))
         place = source.fetched if source is not None else 0
-        self._waiting.append(_Read(self._calls, step, (self._backwards, model), digests, source, place))
+        parts = window_parts(tensors) if step % PARTS_EVERY == 0 else None
+        self._waiting.append(_Read(self._calls, step, (self._backwards, model), digests, parts, source, place))
 
     def _add_pass(self, tensors: Sequence[Tensor]) -> None:
-        site, digests = self._sites.current, None
+        site, digests, parts = self._sites.current, None, None
         self._times[site] += all(site != each[0] for each in self._passes)
         if len(self._passes) < MAX_CALLS_PER_EVALUATION and self._times[site] <= (
             2 * MAX_EVALUATIONS_PER_SITE if site in self._sites else MAX_READS_WITHOUT_TARGETS
         ):
-            digests = row_digests(tensors)
+            digests, parts = row_digests(tensors), window_parts(tensors)
         if len(self._passes) <= MAX_CALLS_PER_EVALUATION:
             source = self._newest.number if self._is_fresh and self._newest else _base_of(tensors)
-            self._passes.append((site, source, digests))
+            self._passes.append((site, source, digests, parts))
         self._is_fresh = False
 
     def on_closed(self, step: RecordedStep) -> None:
@@ -230,6 +266,8 @@ class InputRows(Probe):
             self._of_step.setdefault(each.part[0], []).append((each.part[1], key))
             # random walks, for example, may all start from one row
             self._varies |= len(set(rows)) > 1 or len(rows) == 1
+            if each.parts is not None and len(self._places) < MAX_ROWS:
+                self._places |= self._parts_of(each.parts)
             self._compare_before(each.call, key)
             self._compare_workers(each, key)
             self._found.batch, self._last_rows = len(rows), set(rows)
@@ -293,23 +331,34 @@ class InputRows(Probe):
         if not self._passes:
             return
         passes, self._passes = [each for each in self._passes if each[0] in self._sites], []
-        parts: dict[tuple[Site, Hashable], list[list[int]]] = defaultdict(list)
+        sets: dict[tuple[Site, Hashable], list[list[int]]] = defaultdict(list)
+        windows: dict[tuple[Site, Hashable], dict[int, int]] = defaultdict(dict)
         self._take_waiting()
-        for site, source, digests in passes:
+        for site, source, digests, parts in passes:
             if digests is not None:
-                parts[site, source].append(self._values(digests))
-        if not parts:
+                sets[site, source].append(self._values(digests))
+                windows[site, source] |= {} if parts is None else self._parts_of(parts)
+        if not sets:
             return
-        every = {row for calls in parts.values() for call in calls for row in call}
+        every = {row for calls in sets.values() for call in calls for row in call}
         if self._last_rows and self._last_rows < every:
             self._found.whole = max(self._found.whole, len(every))
-        seen = [self._overlap(calls, site, source is not None) for (site, source), calls in parts.items()]
-        last = self._found.evaluated = max(seen, key=lambda each: (each.is_partial, each.shared))
+        seen = [self._overlap(calls, windows[key], key[0], key[1] is not None) for key, calls in sets.items()]
+        last = self._found.evaluated = max(seen, key=lambda each: (each.is_partial, each.shared, each.moved_parts))
         is_overlap = last.is_partial and last.shared >= MIN_URGENT_ROWS and sum(self._new) <= MAX_NEW * len(self._new)
         self.urgent = self.urgent or (is_overlap and not self._is_overlap_told)
         self._is_overlap_told |= is_overlap
 
-    def _overlap(self, calls: Sequence[list[int]], site: Site, has_source: bool) -> EvaluatedRows:
+    def _parts_of(self, parts: Tensor) -> dict[int, int]:
+        """Returns a sample of the parts of windows: the place in the window, by digest."""
+        flat = parts.flatten().cpu()
+        self._one_part_of = self._one_part_of or max(1, len(flat) // MAX_PARTS_PER_CALL)
+        chosen = ((flat != 0) & (flat % self._one_part_of == 0)).nonzero().flatten()
+        return dict(zip(flat[chosen].tolist(), (chosen % parts.shape[1]).tolist()))
+
+    def _overlap(
+        self, calls: Sequence[list[int]], parts: Mapping[int, int], site: Site, has_source: bool
+    ) -> EvaluatedRows:
         """Returns facts on evaluated rows. Without a known source, several sets may have been evaluated in turn."""
         rows = [row for call in calls for row in call]
         fractions = [sum(row in self._seen for row in call) / max(1, len(call)) for call in calls]
@@ -322,6 +371,8 @@ class InputRows(Probe):
             repeated=len(repeated),
             shared_repeated=len(self._seen & repeated),
             trained=len(self._seen),
+            parts=len(parts),
+            moved_parts=sum(self._places.get(part, place) != place for part, place in parts.items()),
             is_one_set=has_source or (mixed > 0 and (len(calls) < 4 or mixed > 2)),
             source=source_of(site),
         )

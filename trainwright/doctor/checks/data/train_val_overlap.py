@@ -5,6 +5,7 @@ MAX_SHARED_FRACTION = 0.01  # Fraction of samples that may be in both sets
 MAX_NEW_FRACTION = 0.05  # Fraction of new rows in the last steps. With more, training has not read all of its data.
 MIN_SHARED_ROWS = 4
 """Minimum number of equal rows. Fewer may be equal by chance, for instance generated curves with only a few phases."""
+MIN_PARTS, MAX_MOVED_FRACTION = 64, 0.5
 CHANCE_MULTIPLE = 4.0  # Multiple of the number of rows that are equal by chance
 
 
@@ -16,7 +17,8 @@ def train_val_overlap(run: RunContext) -> Results:
     most.
 
     How it is detected: by the sample ids of loaders over one data set, or by the content of the rows that reach the
-    model in training and in evaluations.
+    model in training and in evaluations. For windows of a series: by time steps with equal values, if more than half of
+    those of the evaluation are in training windows at another place.
 
     Exceptions: reported only with -v if the training set itself is evaluated, or if another evaluation shares no
     samples with training. Rows are not compared while training still reads new ones. Fewer than 4 equal rows are not
@@ -29,7 +31,7 @@ def train_val_overlap(run: RunContext) -> Results:
 
         train, val = torch.utils.data.random_split(full, [0.9, 0.1], generator=generator)
 
-    Sources: aestetik PR 12, vc1492a/henosis#12, MakazhanAlpamys/Soup#680.
+    Sources: aestetik PR 12, vc1492a/henosis#12, MakazhanAlpamys/Soup#680, Y-debug-sys/Diffusion-TS#67.
     """
     loaders, rows = run.latest(LoadersFacts), run.latest(RowsFacts)
     overlaps = [each for each in loaders.overlaps if each.samples] if loaders else []
@@ -43,6 +45,15 @@ def train_val_overlap(run: RunContext) -> Results:
             return
         repeats = last.rows - last.distinct + (not rows.is_continuous)
         by_chance = CHANCE_MULTIPLE * repeats * last.trained / max(1, last.rows)
+        if last.parts >= MIN_PARTS and last.moved_parts > MAX_MOVED_FRACTION * last.parts and not last.is_partial:
+            yield run.finding(
+                symptom=f"{last.moved_parts / last.parts:.0%} of the time steps of evaluated windows are in training "
+                "windows, too, at another place: the windows overlap",
+                cause="windows of one series overlap, and were split at random",
+                where=Where(source=last.source),
+                evidence=[("evaluated time steps that are trained on", last.moved_parts, 0)],
+            )
+            return
         is_copied = rows.is_continuous and last.has_copies
         is_too_many = last.shared >= MIN_SHARED_ROWS and (last.shared > by_chance or is_copied)
         if last.is_partial and is_too_many:

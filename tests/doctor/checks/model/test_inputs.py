@@ -1,0 +1,78 @@
+"""Arguments of a model that change nothing, and attention without positions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import trainwright as tw
+
+CODES = {"model.input_without_effect", "model.order_ignored"}
+
+
+class Denoiser(nn.Module):
+    def __init__(self, use: str) -> None:
+        super().__init__()
+        self.body, self.times, self.head = nn.Linear(2, 16), nn.Embedding(20, 16), nn.Linear(16, 2)
+        self.gate = nn.Parameter(torch.zeros(16))
+        self.use = use
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        h, time = self.body(x), self.times(t)
+        if self.use == "always" or (self.use == "at random" and torch.rand(()) < 0.5):
+            h = h + time
+        elif self.use == "gated":
+            h = h + self.gate * time
+        out: Tensor = self.head(h.relu())
+        return out
+
+
+class Reader(nn.Module):
+    def __init__(self, positions: str) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(20, 16), nn.Linear(16, 2)
+        layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        self.attention = nn.TransformerEncoder(layer, 1) if positions != "bag" else nn.Identity()
+        self.places = nn.Parameter(torch.zeros(1, 12, 16)) if positions == "learned" else None
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.tokens(ids)
+        if self.places is not None:
+            h = h + self.places
+        out: Tensor = self.head(self.attention(h).mean(1))
+        return out
+
+
+def found(model: nn.Module, *inputs: Tensor, classes: bool = False) -> list[tuple[str, str]]:
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    rows = len(inputs[0])
+    target = torch.randint(2, (rows,)) if classes else torch.randn(rows, 2)
+    with tw.watch(model, optimizer, out=None, quiet=True, examine="all") as watch:
+        for at in torch.arange(rows).split(16):
+            optimizer.zero_grad()
+            out = model(*(each[at] for each in inputs))
+            (F.cross_entropy(out, target[at]) if classes else F.mse_loss(out, target[at])).backward()
+            optimizer.step()
+    assert watch.session.failures == []
+    return [(each.code, each.symptom) for each in watch.findings() if each.code in CODES]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("use", ["never", "always", "gated", "at random"])
+def test_an_argument_that_is_never_used_is_found_by_its_name(use: str) -> None:
+    """A gate that begins at 0, and an argument that some steps leave out, are used."""
+    torch.manual_seed(0)
+    seen = found(Denoiser(use), torch.randn(128, 2), torch.randint(20, (128,)))
+    assert [code for code, _ in seen] == (["model.input_without_effect"] if use == "never" else [])
+    assert use != "never" or seen[0][1].endswith("argument t")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("positions", ["none", "learned", "bag"])
+def test_attention_without_positions_is_found(positions: str) -> None:
+    """Positions that begin at 0 count, and a mean of embeddings has no attention."""
+    torch.manual_seed(0)
+    seen = found(Reader(positions), torch.randint(20, (128, 12)), classes=True)
+    assert [code for code, _ in seen] == (["model.order_ignored"] if positions == "none" else [])

@@ -1,0 +1,145 @@
+"""Replays of the forward pass with one argument, or the order of the tokens, changed."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from trainwright.doctor.facts.layers import InputsFacts
+from trainwright.doctor.measure.function import Outputs, max_distance, numbers_of, other_random_numbers
+from trainwright.recorder.program import Call, Constant, Slot, mapped
+from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
+from trainwright.replay.experiments import replay
+from trainwright.replay.functions import InputHandler, change_leaves, function_name
+from trainwright.replay.replayer import UNCHANGED, Intervention
+from trainwright.replay.session import ReplaySession
+
+MAX_ARGUMENTS = 6
+MIN_TOKENS = 4
+ROUNDING = 3e-5  # Largest distance that is rounding, in standard deviations of the outputs
+ATTENTION = frozenset({"scaled_dot_product_attention", "multi_head_attention_forward", "_native_multi_head_attention"})
+
+
+@replay(InputsFacts, when="checkup", steps=1.2, value=2.0)
+def inputs(session: ReplaySession) -> InputsFacts:
+    """Replays the forward pass with the rows of each argument in another order, and with the tokens in another one.
+
+    Arguments are changed in train mode, because some are used in no other, with two seeds: others are used at random.
+    """
+    calls = session.recorded_step.calls
+    if len(calls) != 1 or not session.size or session.size < 2:
+        return InputsFacts()
+    leaves = [each for each in _leaves(session, calls[0]) if _varies(each[1], session.size)][:MAX_ARGUMENTS]
+    with session.live():
+        _fill_zeros(session.replayer.subject.parameters)
+
+        def run(change: Intervention) -> Outputs:
+            return numbers_of(session.replayer.run(session.recorded_step, change, upto="forward").outputs)
+
+        without = [name for name, _ in leaves]
+        for change in (UNCHANGED, Intervention(fresh_rng=True, model=other_random_numbers)):
+            base = run(change)
+            if len(leaves) < 2 or not _are_equal(base, run(change)):
+                without = []
+            places = [place for place, (name, _) in enumerate(_leaves(session, calls[0])) if name in without]
+            without = [
+                _leaves(session, calls[0])[place][0]
+                for place in places
+                if _are_equal(base, run(replace(change, inputs=_at(place, lambda leaf: leaf.roll(1, 0)))))
+            ]
+        return InputsFacts(len(leaves), tuple(without), _keeps_order(session, run))
+
+
+def _fill_zeros(parameters: Sequence[Tensor]) -> None:
+    """Fills parameters that are all 0 with small numbers. Gates, adapters and positions that begin at 0 have no effect
+    until they are trained.
+    """
+    generator = torch.Generator().manual_seed(0)
+    for each in parameters:
+        if each.is_floating_point() and not each.any():
+            each.data.copy_(torch.randn(each.shape, generator=generator) * 0.02)
+
+
+def _are_equal(ones: Outputs, others: Outputs) -> bool:
+    return bool(ones) and len(ones) == len(others) and all(map(torch.equal, ones, others))
+
+
+def _varies(leaf: Tensor, size: int) -> bool:
+    return bool(leaf.dim()) and len(leaf) == size and bool((leaf != leaf[:1]).any())
+
+
+def _leaves(session: ReplaySession, call: Call) -> list[tuple[str, Tensor]]:
+    """Returns the tensors among the arguments in the order of ``mapped``, each with its name in the signature."""
+    try:
+        signature = inspect.signature(session.roots[call.root].forward)
+        names = [*signature.bind_partial(*call.args).arguments]
+    except (TypeError, ValueError):
+        names = []
+    arguments = [(names[n] if n < len(names) else f"argument {n}", each) for n, each in enumerate(call.args)]
+    return [pair for name, each in (*arguments, *call.kwargs.items()) for pair in _tensors(name, each)]
+
+
+def _tensors(name: str, value: object) -> Iterator[tuple[str, Tensor]]:
+    tensor = value.tensor if isinstance(value, Constant) else value
+    if isinstance(tensor, Tensor | Slot):
+        yield name, tensor if isinstance(tensor, Tensor) else torch.empty(())
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _tensors(f"{name}[{key!r}]", each)
+    elif isinstance(value, list | tuple):
+        for number, each in enumerate(value):
+            yield from _tensors(f"{name}[{number}]", each)
+
+
+def _at(place: int, change: Callable[[Tensor], Tensor]) -> InputHandler:
+    """Returns a handler that changes the tensor at ``place`` among the arguments."""
+
+    def handler(number: int, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        at = 0
+
+        def visit(leaf: object) -> object:
+            nonlocal at
+            if not isinstance(leaf, Tensor):
+                return leaf
+            at += 1
+            return change(leaf) if at == place + 1 else leaf
+
+        return mapped(args, visit), mapped(kwargs, visit)
+
+    return handler
+
+
+def _keeps_order(session: ReplaySession, run: Callable[[Intervention], Outputs]) -> bool:
+    """Returns False if a model with attention gives each token the same output at any place of its row."""
+    tokens = [each for each in session.inputs if each.dim() == 2 and not each.is_floating_point()]
+    if len(tokens) != 1 or (length := tokens[0].shape[1]) < MIN_TOKENS:
+        return True
+    order = torch.randperm(length, generator=torch.Generator().manual_seed(0)).to(tokens[0].device)
+    if bool((tokens[0][:, order] == tokens[0]).all()):
+        return True
+    attends = False
+
+    def call(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
+        nonlocal attends
+        result, name = function(*args, **kwargs), function_name(function)
+        is_table = isinstance(result, Tensor) and result.shape[-2:] == (length, length)
+        attends |= name in ATTENTION or (name == "softmax" and is_table)
+        return result
+
+    before = run(Intervention(mode="eval", ops=call))
+    if not attends or not before:
+        return True
+
+    def reordered(leaf: object) -> object:
+        is_by_token = isinstance(leaf, Tensor) and leaf.dim() > 1 and leaf.shape[1] == length
+        return leaf[:, order] if isinstance(leaf, Tensor) and is_by_token else leaf
+
+    def moved(one: Tensor, other: Tensor) -> float:
+        dims = [dim for dim, size in enumerate(one.shape) if dim and size == length]
+        return max_distance([one.index_select(dims[0], order) if dims else one], [other])
+
+    return max(map(moved, before, run(Intervention(mode="eval", inputs=change_leaves(reordered))))) > ROUNDING
