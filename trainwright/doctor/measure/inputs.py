@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from trainwright.doctor.facts.layers import InputsFacts
-from trainwright.doctor.measure.function import Outputs, max_distance, numbers_of, other_random_numbers
-from trainwright.recorder.program import Call, Constant, Slot, mapped
+from trainwright.doctor.measure.function import Outputs, max_distance, other_random_numbers
+from trainwright.recorder.plain_tensors import plain
+from trainwright.recorder.program import Call, Constant, Slot, mapped, tensors_of
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.replay.experiments import replay
 from trainwright.replay.functions import InputHandler, change_leaves, function_name
@@ -38,7 +39,7 @@ def inputs(session: ReplaySession) -> InputsFacts:
         _fill_zeros(session.replayer.subject.parameters)
 
         def run(change: Intervention) -> Outputs:
-            return numbers_of(session.replayer.run(session.recorded_step, change, upto="forward").outputs)
+            return plain(tensors_of(session.replayer.run(session.recorded_step, change, upto="forward").outputs))
 
         without = [name for name, _ in leaves]
         for change in (UNCHANGED, Intervention(fresh_rng=True, model=other_random_numbers)):
@@ -139,6 +140,8 @@ def _keeps_order(session: ReplaySession, run: Callable[[Intervention], Outputs])
         return leaf[:, order] if isinstance(leaf, Tensor) and is_by_token else leaf
 
     def moved(one: Tensor, other: Tensor) -> float:
+        if not one.is_floating_point():
+            return 0.0
         dims = [dim for dim, size in enumerate(one.shape) if dim and size == length]
         return max_distance([one.index_select(dims[0], order) if dims else one], [other])
 
