@@ -173,6 +173,8 @@ class LoopRecorder(GradientRecorder):
             self.current.lr = float(update.groups[0].get("lr", 0.0)) if index == 0 else self.current.lr
             self._before_update(self.current, optimizer, None)
             self.current.program.append(update)
+        elif len(self.current.events) < LONGEST:
+            self.current.events.append(("other_step", len(self._numbers_of(owned_by(optimizer)))))
 
     def on_closure_again(self, optimizer: Optimizer) -> None:
         if optimizer in self.optimizers:

@@ -369,6 +369,7 @@ class ExperimentRunner:
         facts: Facts = {
             "error": None if error is None else text_of(error),
             "events": [kind for kind, _ in recorded.events],
+            "other_steps": sum(kind == "other_step" and value > 0 for kind, value in recorded.events),
             "ids": [list(ids) if ids else None for ids in recorded.ids],
             "lines": recorded.values.get("lines", []),
         }

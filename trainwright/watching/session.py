@@ -410,7 +410,8 @@ class WatchSession:
 
     def _examine_end(self, error: Exception | None) -> None:
         unfinished = self.recording.current
-        is_unfinished = bool(unfinished.program) and not isinstance(error, OutOfMemoryError)
+        are_others = any(kind == "other_step" for kind, _ in unfinished.events)
+        is_unfinished = (bool(unfinished.program) or are_others) and not isinstance(error, OutOfMemoryError)
         if self._options.is_engine:
             is_unfinished = is_unfinished and error is not None
             if self.step == self._first_step and not is_unfinished:

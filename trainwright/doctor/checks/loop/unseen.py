@@ -2,26 +2,29 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 
-from trainwright.doctor import Results, RunContext, by_experiment, check
+from trainwright.doctor import Results, RunContext, Where, by_experiment, check
 from trainwright.runs.json_values import Facts
 
 NO_STEP = {
     "": "neither the model nor the optimizer that the watch was given was used in its thread",
-    "other_step": "an optimizer stepped that the watch was not given, and the one that it was given never did",
     "forward": "the model was called, and neither backward nor a step of the optimizer was seen",
     "autograd_grad": "gradients were computed by torch.autograd.grad, and the optimizer never stepped",
     "backward": "backward() was seen, and no step of the optimizer",
+    "other_step": "an optimizer stepped that the watch was not given, and the one that it was given never did",
 }
 """Description of a loop without a step, by the last of these events that it had."""
 PASS_ALL_OBJECTS = "pass the watch the module that the loop calls and every optimizer that steps"
+KEEP_OPTIMIZER = "make the optimizer once, before the watch, or pass the watch the one that steps"
+
+OF_OTHER = "the loop makes its optimizer again, for example in each epoch, or the watch was not given all optimizers"
 
 
 @check(stage="loop", severity="info", confidence=1.0)
 def unseen(run: RunContext) -> Results:
     """A part of the loop cannot be observed, so it is not examined.
 
-    Why it matters: the absence of findings does not mean that this part is correct. A loop without a single step is a
-    warning.
+    Why it matters: the absence of findings does not mean that this part is correct. It is a warning if no step was
+    seen, or if most updates were made by an optimizer that the watch was not given.
 
     How it is detected: the part is missing in half of the last eight recorded steps, or the run has ended without a
     step.
@@ -35,12 +38,16 @@ def unseen(run: RunContext) -> Results:
     blanks = list(_blanks(run))
     unfinished = _latest(run, "unfinished")
     is_empty = run.finished and not run.steps and bool(unfinished) and unfinished["error"] is None
+    events = unfinished.get("events", ())
+    is_of_other = "other_step" in events if is_empty else unfinished.get("other_steps", 0) > run.last_step
     if blanks:
         yield run.finding(
             symptom="not all of this loop can be seen: " + "; ".join(what for what, _, _ in blanks),
+            cause=OF_OTHER if is_of_other else "",
             remedy="; ".join(dict.fromkeys(remedy for _, _, remedy in blanks if remedy)),
-            severity="warning" if is_empty and not unfinished["events"] else None,
+            severity="warning" if is_of_other or (is_empty and not events) else None,
             sure=0.8 if is_empty else None,
+            where=Where(source=run.line_of("other_step", run.last_step)),
             evidence=[(what, seen) for what, seen, _ in blanks],
         )
 
@@ -63,11 +70,12 @@ def _blanks(run: RunContext) -> Iterator[tuple[str, str, str]]:
         )
     if not run.steps and run.finished:
         seen = set(_latest(run, "unfinished").get("events", ()))
-        yield (
-            [what for kind, what in NO_STEP.items() if not kind or kind in seen][-1],
-            "in the whole run",
-            PASS_ALL_OBJECTS,
-        )
+        kind = [each for each in NO_STEP if not each or each in seen][-1]
+        yield NO_STEP[kind], "in the whole run", KEEP_OPTIMIZER if "other_step" in seen else PASS_ALL_OBJECTS
+    elif run.finished and (later := _latest(run, "unfinished").get("other_steps", 0)) > run.steps[-1].step:
+        last = run.steps[-1].step
+        what = f"after step {last} only an optimizer that the watch was not given made updates"
+        yield what, f"{later} of {later + last} updates", KEEP_OPTIMIZER
     last = run.steps[-8:]
     if not last or (len(last) < 3 and not run.finished):
         return
