@@ -91,14 +91,16 @@ def group_lr(session: ReplaySession, optimizer: int, group: int, lr: float) -> s
 
 def with_optimizer(session: ReplaySession, names: list[str]) -> str:
     """Tries updates on this batch with these parameters in the first optimizer."""
-    owner = session.optimizers[0].param_groups[0]
-    before = list(owner["params"])
+    held = session.optimizers[0].param_groups[0]["params"]
+    if not held:
+        raise NotTried("the optimizer holds no parameters")
+    more = [*held, *(session.parameters[name] for name in names)]
+
+    def change(step: int, group: dict[str, Any]) -> dict[str, Any]:
+        return {"params": more} if group["params"] and group["params"][0] is held[0] else {}
+
     was = session.train(NUM_UPDATES, repeat=True)
-    owner["params"] = [*before, *(session.parameters[name] for name in names)]
-    try:
-        now = session.train(NUM_UPDATES, repeat=True)
-    finally:
-        owner["params"] = before
+    now = session.train(NUM_UPDATES, Intervention(group=change), repeat=True)  # a replay restores changes made outside
     return compare_losses(f"with {len(names)} more parameters in the optimizer", was, now)
 
 

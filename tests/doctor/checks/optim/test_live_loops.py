@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import operator
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -104,6 +106,17 @@ def test_parameters_and_optimizers_that_do_not_belong_together() -> None:
     assert "optim.params_missing" in trained(usual, model=model, optimizer=Adam(model[:1].parameters(), 1e-2))
     other = copy.deepcopy(model)
     assert "optim.stale_params" in trained(usual, model=other, optimizer=Adam(model.parameters(), 1e-2))
+
+
+def test_the_trial_trains_the_missing_parameters_and_restores_the_optimizer() -> None:
+    model = mlp()
+    optimizer = Adam(model[2:].parameters(), 1e-2)
+    held = list(optimizer.param_groups[0]["params"])
+    watch = watched(model, optimizer=optimizer, steps=40)
+    tried = [each for found in watch.findings() if found.code == "optim.params_missing" for each in found.tried]
+    (with_them, without) = re.findall(r"-> ([0-9.e-]+) in 8 steps", str(tried))
+    assert float(with_them) < float(without)
+    assert all(map(operator.is_, optimizer.param_groups[0]["params"], held)) and len(held) == 2
 
 
 @pytest.mark.parametrize(("unscales", "expected"), [(False, True), (True, False)])
