@@ -15,6 +15,8 @@ _ROOMS = ("recorder", "replay", "watching", "adapters", "doctor")
 _OURS = tuple(f"{Path(__file__).parents[1]}/{room}/" for room in _ROOMS)
 """Folders whose code runs between a loop and its recorder. A loop may be in another folder of this package."""
 _PACKAGES = (f"{Path(torch.__file__).parent}/", *_OURS)
+_NOT_PLACES = (f"{Path(__file__).parents[1]}/", f"{Path(sys.executable).parent}/")
+"""This package and the folder of command line programs such as ``trainwright``, which are no places of a fault."""
 _STANDARD = f"{Path(contextlib.__file__).parent}/"
 _LIBRARIES = ("lightning", "pytorch_lightning", "transformers", "accelerate")
 """Training libraries. Their loops are not the user's code either."""
@@ -24,8 +26,12 @@ Line: TypeAlias = int | None
 
 
 def caller() -> str | None:
-    """Returns the user's line, such as ``train.py:44``; None without a user frame. About 2 us a call."""
-    return line_of(calling_frame())
+    """Returns the user's line, such as ``train.py:44``; None without one. About 2 us a call.
+
+    In a run of ``tw.fit`` it may be the call of ``fit``.
+    """
+    users = (each for each in frames() if is_users(each) and not each.f_code.co_filename.startswith(_NOT_PLACES))
+    return line_of(next(users, None))
 
 
 def line_of(frame: FrameType | None) -> str | None:

@@ -226,7 +226,8 @@ class SourcePlaces:
         """The function that contains the loop, then its file, then all files of the program."""
         code = next((each.f_code for each in self._frames()), None)
         function = SourceFile.of(code) if code is not None else None
-        modules = [each for each in list(sys.modules.values()) if _is_users(getattr(each, "__file__", None) or "")]
+        known = {id(each): each for each in list(sys.modules.values())}  # multiprocessing adds __main__ again
+        modules = [each for each in known.values() if _is_users(getattr(each, "__file__", None) or "")]
         files = [file for each in modules if (file := SourceFile.of(each)) is not None][:MAX_FILES]
         if code is None or function is None:
             return (tuple(files),)
