@@ -54,6 +54,7 @@ class CallsFacts:
     split_windows: tuple[tuple[int, int, int], ...] = ()
     accumulation: int | None = None  # Number of micro-batches that was passed to the watch
     carried: tuple[float, ...] = ()  # For each optimizer, the norm of gradients that existed when the last step began
+    with_left: tuple[int, ...] = ()  # For each optimizer, updates with gradients that the turn of another one left
     backwards: int = 0  # Number of backward passes
     moved: bool = False  # True if a weight changed before the first step
     steps_seen: int = 0  # Number of optimizers that stepped before the first step

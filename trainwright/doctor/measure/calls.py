@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from weakref import WeakValueDictionary
 
 import torch
@@ -27,6 +28,84 @@ BACKWARDS_READ = 2  # First backward passes whose graph is searched for paramete
 MAX_PARAMETERS_OUTSIDE = 4  # A module with more may be a pretrained network that measures a loss
 ELEMENTS_PER_WEIGHT = 16  # Number of elements of each weight that are compared to detect changes
 MAX_WEIGHTS_SAMPLED = 64
+MAX_TURNS_READ = 24  # Number of backward passes of several optimizers whose graph is read
+
+
+class _LeftGradients:
+    """Finds updates with gradients of another optimizer's turn: a generator's backward pass also reaches its critic.
+
+    A turn is one or more backward passes and the step after them. Gradients are left in an optimizer if its parameters
+    act on the results of those that the turn updates, and no `zero_grad()` comes before it steps. Its own turn does not
+    reach the others. If its parameters come first, as in an encoder with several heads, both gradients may be intended.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = list(optimizers)
+        self._num_read = 0
+        self._used: list[list[Tensor]] = [[] for _ in optimizers]
+        self.forget()
+
+    def forget(self) -> None:
+        """Begins a step of the loop."""
+        self._uses: list[tuple[int, int, int]] = []  # (optimizer, first and last number of a node with its parameters)
+        self._stepped: set[int] = set()
+        self._turn: set[int] = set()  # optimizers that stepped since the last backward pass
+        self._left: dict[int, tuple[set[int], object, object, Tensor]] = {}
+
+    def on_backward(self, losses: Sequence[Tensor]) -> None:
+        if len(self._optimizers) < 2 or self._num_read >= MAX_TURNS_READ:
+            return
+        self._num_read += 1
+        for number in {*range(len(self._optimizers))} - self._stepped if self._turn else ():
+            grads = [p.grad for p in owned_by(self._optimizers[number])[:MAX_WEIGHTS_SAMPLED] if p.grad is not None]
+            if grads and number not in self._left and self._is_after(number, self._turn):
+                size = torch.stack([_sample(g).abs().amax().float() for g in grads if g.numel() and not g.is_sparse])
+                self._left[number] = self._turn, self._versions(self._turn), self._versions({number}), size.amax()
+        if self._turn:
+            self._uses, self._turn = [], set()
+        self._uses += self._uses_in(losses)
+
+    def _uses_in(self, losses: Sequence[Tensor]) -> list[tuple[int, int, int]]:
+        owner = {id(p): number for number, each in enumerate(self._optimizers) for p in owned_by(each)}
+        found: dict[int, list[int]] = {}
+        for node in nodes_behind([each.grad_fn for each in losses if each.grad_fn is not None]):
+            for leaf in (getattr(each, "variable", None) for each, _ in node.next_functions):
+                if id(leaf) in owner:
+                    found.setdefault(owner[id(leaf)], []).append(node._sequence_nr())
+        return [(number, min(each), max(each)) for number, each in found.items()]
+
+    def _is_after(self, number: int, turn: set[int]) -> bool:
+        """Returns True if the parameters of an optimizer act on results of those of ``turn``."""
+        first = [low for each, low, _ in self._uses if each == number]
+        last = [high for each, _, high in self._uses if each in turn]
+        return bool(first and last) and min(first) > max(last)
+
+    def _versions(self, numbers: set[int]) -> object:
+        grads = [p.grad for number in numbers for p in owned_by(self._optimizers[number])]
+        return [None if each is None else (id(each), each._version) for each in grads]
+
+    def on_zero_grad(self, owner: Optimizer | nn.Module) -> None:
+        if self._left:
+            cleared = {id(p) for p in (owned_by(owner) if isinstance(owner, Optimizer) else owner.parameters())}
+            kept = [n for n in self._left if not any(id(p) in cleared for p in owned_by(self._optimizers[n]))]
+            self._left = {number: self._left[number] for number in kept}
+
+    def on_gradients(self) -> None:
+        """Drops optimizers whose turn also reaches the others."""
+        kept = {number: each for number, each in self._left.items() if self._versions(each[0]) == each[1]}
+        self._left = kept
+
+    def on_step(self, optimizer: Optimizer) -> None:
+        number = next((n for n, each in enumerate(self._optimizers) if each is optimizer), -1)
+        if number in self._left:
+            _, _, versions, size = self._left.pop(number)
+            self._used[number] += [size] if self._versions({number}) != versions else []
+        self._stepped.add(number)
+        self._turn.add(number)
+
+    def updates(self) -> tuple[int, ...]:
+        """Returns for each optimizer the number of its updates with gradients of another one's turn."""
+        return tuple(sum(float(each) > 0 for each in sizes) for sizes in self._used)
 
 
 class Calls(Probe):
@@ -48,6 +127,7 @@ class Calls(Probe):
         self._missing: list[str] = []
         self._were_trained = {name for name, p in self._named().items() if was_trained(p)}
         self._modules = watched.modules
+        self._left = _LeftGradients(self._optimizers)
         self._outside: dict[str, Tensor] = {}  # parameters outside of the models that a loss depends on
 
     def on_backward(self, losses: tuple[Tensor, ...], options: dict[str, object]) -> None:
@@ -55,6 +135,10 @@ class Calls(Probe):
         self._since += 1
         if self._found.backwards <= BACKWARDS_READ:
             self._find_outside(losses)
+        self._left.on_backward(losses)
+
+    def on_gradients(self) -> None:
+        self._left.on_gradients()
 
     def _find_outside(self, losses: tuple[Tensor, ...]) -> None:
         """Finds parameters of small modules, such as a loss function with weights, that are not in the models."""
@@ -69,6 +153,7 @@ class Calls(Probe):
                 self._were_trained |= {name for name, p in these.items() if was_trained(p)}
 
     def on_zero_grad(self, owner: Optimizer | nn.Module) -> None:
+        self._left.on_zero_grad(owner)
         if id(owner) in self._watched:
             self._since = self._split = 0
 
@@ -80,6 +165,7 @@ class Calls(Probe):
         self._known.setdefault(id(optimizer), optimizer)
         if self._depth > 1:  # called inside the step of an optimizer that wraps this one
             return
+        self._left.on_step(optimizer)
         now = self._found.backwards
         same = (key for key, at in self._stepped_at.items() if at == now > 0 and key != id(optimizer))
         self._found.doubles += any(self._shares(optimizer, key) for key in same)
@@ -97,6 +183,7 @@ class Calls(Probe):
         if self._split:
             self._found.split_windows = (*self._found.split_windows[-31:], (step.step, self._split, self._since))
         self._last = step
+        self._left.forget()
         self._since = self._split = self._depth = 0
 
     def facts(self) -> CallsFacts:
@@ -111,6 +198,7 @@ class Calls(Probe):
         found.carried = self._carried(self._last) if self._last is not None else ()
         now = map(_sample, self._parameters[:MAX_WEIGHTS_SAMPLED])
         found.moved = self._last is None and not all(map(torch.equal, now, self._at_first))
+        found.with_left = self._left.updates()
         found.steps_seen = len(self._stepped_at)
         return found
 

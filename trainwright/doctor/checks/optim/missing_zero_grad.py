@@ -2,6 +2,8 @@ from trainwright.doctor import Every, Results, RunContext, Where, check
 from trainwright.doctor.facts.calls import CallsFacts, has_closure, kinds
 from trainwright.runs.records import Watched
 
+MIN_UPDATES = 4  # Updates with gradients of another optimizer's turn
+
 
 @check(
     points_at="backward",
@@ -20,7 +22,8 @@ def missing_zero_grad(run: RunContext, latest: CallsFacts, exams: Every[CallsFac
     Why it matters: it acts as momentum without decay. Gradients grow with the number of steps, and the loss diverges.
 
     How it is detected: gradients exist when a step begins, at two examinations, and no `zero_grad()` comes before the
-    update uses them.
+    update uses them. Or, in four updates of one of several optimizers, gradients of the turn of another one are left:
+    its loss is computed through these parameters, as a generator's through the discriminator.
 
     Exceptions: declared accumulation (`tw.watch(..., accumulation=8)`), and gradients that the loop writes itself
     before each update.
@@ -63,6 +66,15 @@ def missing_zero_grad(run: RunContext, latest: CallsFacts, exams: Every[CallsFac
                 ("norm at the update", by_step[step].grad_norm),
             ],
         )
+    for number, count in enumerate(latest.with_left if latest else ()):
+        if count >= MIN_UPDATES and len(carried.get(number, ())) < 2:
+            yield run.finding(
+                symptom=f"optimizer {number} steps with gradients that the backward pass for another one left in it",
+                cause="its `zero_grad()` comes after its step, or before a backward pass that is not its own",
+                severity="warning",
+                where=Where(module=latest.optimizers[number].module or None),
+                evidence=[("updates with such gradients, of those examined", count, 0)],
+            )
 
 
 def _keeps(step: Watched, number: int) -> bool:
