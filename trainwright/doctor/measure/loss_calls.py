@@ -11,6 +11,7 @@ from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
@@ -163,6 +164,22 @@ def _sample_rows(x: Tensor) -> Tensor:
     return rows if rows[0].numel() <= MAX_COLUMNS else rows.flatten(1)[:, :MAX_COLUMNS]
 
 
+def _softmax_axis(x: Tensor) -> tuple[Node, int] | None:
+    """Returns the node of the softmax that made ``x``, up to functions of single elements, and its axis; else None."""
+    node = x.grad_fn
+    for _ in range(4):
+        if node is None or not node.next_functions:
+            return None
+        kind = type(node).__name__
+        if kind.startswith(("SoftmaxBackward", "LogSoftmaxBackward")):
+            dim = int(node._saved_dim)  # type: ignore[attr-defined]
+            return node, (dim - 2**64 if dim >= 2**63 else dim) % x.dim()
+        if not kind.startswith(ELEMENTWISE) or sum(each is not None for each, _ in node.next_functions) != 1:
+            return None
+        node = next(each for each, _ in node.next_functions if each is not None)
+    return None
+
+
 def room_within(loss: ComparedLoss, low: float, high: float) -> float:
     """Returns the fraction by which the best predictions within ``low`` and ``high`` reduce the loss of equal ones."""
     if loss.name in BINARY:
@@ -192,6 +209,11 @@ BOUNDED_BELOW = CLASSES | BINARY | DISTANCES | {
 }  # fmt: skip
 """Losses that have a lower bound and are minimized."""
 SOFTMAXES = frozenset({"softmax", "log_softmax"})
+CHOOSES_CLASSES = frozenset({"cross_entropy", "nll_loss", "ctc_loss", "gather", "__getitem__"})
+"""Functions whose first argument has scores or probabilities of classes."""
+WITH_PROBABILITIES = frozenset({"mul", "rmul", "kl_div", "mse_loss", "binary_cross_entropy"})
+"""Functions that combine probabilities with targets that are probabilities of classes, such as one-hot rows."""
+ELEMENTWISE = ("LogBackward", "Clamp", "AddBackward", "NegBackward")
 PAIRED = frozenset({"sub", "rsub", "mul", "add", *DISTANCES})
 DIFFERENCES = frozenset({"sub", "rsub"})
 SIZES = {"square": SQUARED, "pow": SQUARED, "abs": "absolute error"}
@@ -269,6 +291,7 @@ class LossCalls:
         # for results of softmax and sigmoid: (module path, line of the call); no line for nn.Softmax and nn.Sigmoid
         self._probabilities: TensorNotes[tuple[str | None, str | None]] = TensorNotes()
         self._made_at: TensorNotes[str | None] = TensorNotes()  # lines
+        self._softmaxes: TensorNotes[str | None] = TensorNotes()  # lines
         self._count = itertools.count()
         # for results of softmax, exp, ...: a number that identifies the input
         self._input_numbers: TensorNotes[int] = TensorNotes()
@@ -321,6 +344,9 @@ class LossCalls:
             self._probabilities[result] = self.stack[-1] if self.stack else None, self._line()
         if not self.stack:
             self._record_operation(name, plain, args, kwargs, result)
+        if name in SOFTMAXES:
+            self._softmaxes[result] = self._line()
+        self._record_wrong_axis(name, args, kwargs)
         if name in BOUNDED_BELOW or name in SOFTMAXES:
             self._record_loss(name, args, kwargs, result, function)
 
@@ -387,6 +413,39 @@ class LossCalls:
             if not origins:
                 made = next((line for each in (*tensors, result) if (line := self._made_at.get(each))), None)
                 self._origin_lines[number] = made
+
+    def _record_wrong_axis(self, name: str, args: Args, kwargs: Kwargs) -> None:
+        """Detects probabilities of classes that come from a softmax over another axis, such as the samples.
+
+        The axis of the classes is known for losses with class numbers, for a choice of one column in each row, and for
+        targets that sum to 1 in each row. Scores of pairs (N, N) may have a softmax over either axis.
+        """
+        if not args or name not in CHOOSES_CLASSES | WITH_PROBABILITIES:
+            return
+        x = args[0]
+        if name in WITH_PROBABILITIES:
+            pair = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)][:2]
+            x = next((each for each in pair if each.requires_grad), None)
+        if not isinstance(x, Tensor) or x.dim() < 2 or (axis := _softmax_axis(x)) is None:
+            return
+        node, dim = axis
+        classes = x.dim() - 1 if name == "ctc_loss" or name in WITH_PROBABILITIES else 1
+        rest = args[1:]
+        if name == "__getitem__":
+            rest = rest[0] if rest and isinstance(rest[0], tuple) else ()
+            is_choice = len(rest) == 2 and all(isinstance(each, Tensor) and each.dim() == 1 for each in rest)
+        elif name == "gather":
+            is_choice = rest[:1] in ((1,), (-1,)) or kwargs.get("dim") in (1, -1)
+        elif name in WITH_PROBABILITIES:
+            others = [each for each in pair if each is not x]
+            is_choice = len(others) == 1 and others[0].shape == x.shape and not others[0].requires_grad
+            is_choice = is_choice and dim != classes and is_simplex(others[0], -1) and not is_simplex(others[0], dim)
+        else:
+            is_choice = True
+        is_pairs = name not in CLASSES and x.dim() == 2 and x.shape[0] == x.shape[1]
+        if is_choice and dim != classes and not is_pairs and min(x.shape[dim], x.shape[classes]) > 1:
+            made = (line for each, line in self._softmaxes.tensors() if each.grad_fn is node)
+            self._step_mistakes.add(("wrong_axis", name, next(made, None) or self._line()))
 
     def _record_residual(self, op: str, pair: tuple[Tensor, Tensor], result: Tensor) -> None:
         site = self._site(op, shape=tuple(pair[0].shape))
