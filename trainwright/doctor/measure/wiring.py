@@ -37,9 +37,31 @@ class Consumers:
         self._made_of: dict[int, set[int]] = {}
         self._kept: list[Tensor] = []  # holds references so that no id is reused
         self._found: defaultdict[int, set[str]] = defaultdict(set)
+        self._left: list[tuple[Tensor, set[int]]] = []
+
+    def leave(self, tensor: Tensor, cut: int | None) -> None:
+        """Records that the values of a tensor leave torch, for example as a NumPy array."""
+        cuts = self._made_of.get(id(tensor), set()) | ({cut} if cut is not None else set())
+        self._left += [(tensor.detach(), cuts)] if cuts else []
+
+    def _returned(self, made: Tensor, is_copied: bool) -> set[int]:
+        """Returns the cuts of a tensor whose values left torch and are in ``made``, which was not computed in torch."""
+        if made.requires_grad or not made.is_floating_point() or id(made) in self._made_of or made.numel() < 2:
+            return set()
+        for left, cuts in reversed(self._left):
+            same = made.numel() == left.numel() and bool((made.flatten() == left.flatten().to(made)).all())
+            if same or (is_copied and made.shape[:1] == left.shape[:1]):
+                self._made_of[id(made)] = cuts
+                self._kept.append(made)
+                return cuts
+        return set()
 
     def record(self, inputs: list[Tensor], result: object, cut: int | None) -> None:
         """Records a function call. ``cut`` is the number of the cut that the call makes; None if it makes none."""
+        for each in inputs if self._left else ():
+            self._returned(each, False)
+        if self._left and not inputs and isinstance(result, Tensor):
+            self._returned(result, True)
         cuts = {number for t in inputs for number in self._made_of.get(id(t), ())}
         weights = {name for t in inputs for name in self._weights.get(id(t), ())}
         for number in cuts:
@@ -62,6 +84,8 @@ _MOVES |= {"dropout", "to", "float", "clone", "movedim", "expand", "rearrange"}
 """Functions after which a linear map is still linear."""
 _INTEGERS = {"int", "long", "short", "byte", "char", "to", "type"}
 """Functions that convert to integers, which have no graph."""
+_LEAVE_TORCH = {"numpy", "tolist", "__array__"}
+"""Functions that return the values of a tensor as an object of another library, or as Python numbers."""
 _QUERIES = {"size", "dim", "__get__", "numel", "stride", "is_contiguous", "element_size", "is_floating_point"}
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, getattr(nn, "RMSNorm", nn.LayerNorm))
 
@@ -95,6 +119,8 @@ class _Wiring(StepInspector):
         inputs = tensors_of([args, kwargs], 3)
         before = len(self._cuts)
         self._record_cut(name, inputs, result)
+        if name in _LEAVE_TORCH and inputs:
+            self._consumers.leave(inputs[0], before if len(self._cuts) > before else None)
         self._consumers.record(inputs, result, before if len(self._cuts) > before else None)
         if not isinstance(result, Tensor) or not self.stack:
             return
@@ -130,9 +156,10 @@ class _Wiring(StepInspector):
 
     def _record_cut(self, name: str, inputs: list[Tensor], result: object) -> None:
         """Records a tensor without a graph that is computed from tensors with one, unless it is an index."""
-        if not isinstance(result, Tensor) or result.requires_grad:
-            return
-        if not result.is_floating_point() and name not in _INTEGERS:
+        if isinstance(result, Tensor):
+            if result.requires_grad or not (result.is_floating_point() or name in _INTEGERS):
+                return
+        elif name not in _LEAVE_TORCH:
             return
         sources = [t for t in inputs if t.requires_grad]
         if sources and len(self._cuts) < 256:

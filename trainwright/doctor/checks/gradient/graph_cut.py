@@ -3,12 +3,12 @@ from trainwright.doctor.facts.weights import is_left_as_it_is, standing
 from trainwright.doctor.facts.wiring import WiringFacts
 
 
-@check(stage="backward", confidence=0.95)
+@check(stage="backward", confidence=0.95, explains=("loss.no_better_than_constant",))
 def graph_cut(run: RunContext, facts: WiringFacts, seen: Every[WiringFacts]) -> Results:
     """The autograd graph is cut inside the model, so weights that the optimizer holds get no gradient.
 
     How it is detected: a replay records each function that gets tensors with a graph and returns one without, and the
-    weights before it that get no gradient and do not change.
+    weights before it that get no gradient and do not change. Values that return from a NumPy array or a list have none.
 
     Exceptions: a stop-gradient is reported only with -v if it is outside of the trained path (a teacher, a target), or
     if the weights that it cuts off were trained earlier.
