@@ -58,11 +58,15 @@ _BY_ARGUMENT = {
     "metrics": ("compute_metrics",),
     "resume": ("ckpt_path", "resume_from_checkpoint"),
     "restore_best": ("load_best_model_at_end",),
-    "name": ("out", "output_dir", "default_root_dir", "log_dir", "logging_dir", "run_name", "run_dir", "folder"),
+    "name": ("run_name",),
     "quiet": ("verbose", "enable_progress_bar"),
 }
 _EQUIVALENTS = {theirs: ours for ours, names in _BY_ARGUMENT.items() for theirs in names}
 """Maps arguments of other trainers to the equivalent argument of ``fit``."""
+_FOLDERS = frozenset(
+    {"out", "out_dir", "output_dir", "default_root_dir", "log_dir", "logging_dir", "run_dir", "folder"}
+)
+"""Arguments of other trainers for the folder in which a run writes."""
 
 
 def naming_remedies(function: Callable[P, T]) -> Callable[P, T]:
@@ -87,7 +91,7 @@ def require_known(function: str, given: Iterable[str], known: Iterable[str]) -> 
 def _remedy(name: str, known: Iterable[str]) -> str:
     if name in _EQUIVALENTS:
         return f"write {_EQUIVALENTS[name]}= for {name}="
-    if path := path_of_key(name):
+    if path := "folder" if name in _FOLDERS else path_of_key(name):
         return f"write settings={{'{path}': ...}} for {name}="
     close = difflib.get_close_matches(name[:100], [*known], n=1, cutoff=0.6)
     return (

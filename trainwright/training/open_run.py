@@ -499,7 +499,10 @@ def _in_course(job: Job, whole: EvaluationBatches) -> ValidationSet:
 def _reported(each: ValidationSet, source: Unwrapped | None) -> ValidationSet:
     """Wrap both batch sequences of a validation set in one loader object."""
     loader = EngineLoader(None if source is None else source.origin)
-    return ValidationSet(ReportedBatches(loader, each.in_course), ReportedBatches(loader, each.at_end), each.count)
+    part = ReportedBatches(loader, each.in_course)  # one object if both are one, so that the end is evaluated once
+    return ValidationSet(
+        part, part if each.at_end is each.in_course else ReportedBatches(loader, each.at_end), each.count
+    )
 
 
 def _schedules(job: Job) -> Iterator[EvaluationListener]:

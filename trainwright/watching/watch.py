@@ -321,7 +321,7 @@ def watch(
             examined at steps 1, 2, 3, 4, 6, 8, 12, ..., 48 without limits of time and memory. ``"listen"``: no step is
             replayed.
         check: Examine the first step in full, without a time limit, and print the result before the second step
-            (docs/watch.md). ``tw.check`` examines data and loss as objects, and needs no loop.
+            (docs/how-to/watch-your-loop.md). ``tw.check`` examines data and loss as objects, and needs no loop.
         like: Folder of a healthy run of the same or a similar program. Differences become findings with both values:
             order of calls, modes, shapes, weights that change, losses (docs/concepts/doctor.md).
         profile: Report at the end what bounds a step, and write profile.json and a trace. True measures some steps
