@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import operator
 import sys
 import sysconfig
 import textwrap
@@ -121,10 +122,14 @@ class SourceFile:
     def sequential(self, made: nn.Sequential) -> Iterator[tuple[ast.expr, ...]]:
         """Yield the arguments of calls of ``nn.Sequential`` that may have made this one."""
         kinds = [type(each).__name__ for each in made]
+        found: dict[bool, list[tuple[ast.expr, ...]]] = {True: [], False: []}
         for node in self.calls({"Sequential"}):
             names = [_last(arg.func) if isinstance(arg, ast.Call) else "" for arg in node.args]
-            if len(names) == len(kinds) and all(name in ("", kind) for name, kind in zip(names, kinds)):
-                yield tuple(node.args)
+            # variables, and functions that make a layer, may stand for any class
+            may_be = (name == kind or not name[:1].isupper() for name, kind in zip(names, kinds))
+            if len(names) == len(kinds) and all(may_be):
+                found[any(map(operator.eq, names, kinds))].append(tuple(node.args))
+        yield from found[True] or found[False]
 
     def _every_call(self) -> Iterator[ast.Call]:
         return (node for node in ast.walk(self.tree) if isinstance(node, ast.Call))

@@ -24,6 +24,7 @@ class GraphCut:
     inside: str  # Path of the module with the cut
     last: str | None  # The last module before the cut; None if unknown
     behind: tuple[str, ...]  # Parameters that no gradient reaches
+    line: str | None = None  # Line of the operation, if it is in a module
     aside: bool  # No weight behind the cut, or applied to values computed from it, has a gradient
 
 

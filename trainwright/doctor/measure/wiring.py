@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
@@ -23,6 +24,7 @@ from trainwright.replay.experiments import replay
 from trainwright.replay.inspector import StepInspector, checksum, is_in_custom_function, leaves_of
 from trainwright.replay.replayer import Intervention, NotReplayable
 from trainwright.replay.session import ReplaySession
+from trainwright.replay.trace import replayed_line
 
 
 class Consumers:
@@ -100,7 +102,7 @@ class _Wiring(StepInspector):
         self._kept: list[Tensor] = []  # holds references so that no id is reused
         self._uses: Counter[str] = Counter()
         self.chains: list[Chain] = []
-        self._cuts: list[tuple[str, str, list[Tensor]]] = []
+        self._cuts: list[tuple[str, str, str | None, list[Tensor]]] = []
         self._consumers = Consumers(self.names)
         self.called: list[str] = []
         self.leaves: dict[int, Tensor] = {}
@@ -164,7 +166,8 @@ class _Wiring(StepInspector):
         sources = [t for t in inputs if t.requires_grad]
         if sources and len(self._cuts) < 256:
             how = "no_grad" if not torch.is_grad_enabled() else "data" if name == "__get__" else name
-            self._cuts.append((how, self.stack[-1] if self.stack else "", sources))
+            line = replayed_line(sys._getframe(1)) if self.stack else None
+            self._cuts.append((how, self.stack[-1] if self.stack else "", line, sources))
 
     def unbroken_chains(self) -> list[Chain]:
         """Returns pairs of linear layers in which only the second uses the output of the first."""
@@ -176,14 +179,15 @@ class _Wiring(StepInspector):
         ``aside``: the weights behind the cut, and those applied to values computed from it, are all unreached.
         """
         cuts: list[GraphCut] = []
-        for number, (how, path, sources) in reversed(list(enumerate(self._cuts))):
+        for number, (how, path, line, sources) in reversed(list(enumerate(self._cuts))):
             below = {self.names[id(p)] for p in leaves_of(sources) if id(p) in self.names}
             behind = sorted(below & unreached)
             if behind and not any(set(behind) <= set(cut.behind) for cut in cuts):
                 owners = {name.rpartition(".")[0] for name in behind}
                 last = next((path for path in reversed(self.called) if path in owners), None)
                 aside = self._consumers.of(number) | below <= unreached
-                cuts.append(GraphCut(how=how, inside=path, last=last, behind=tuple(behind), aside=aside))
+                cut = GraphCut(how=how, inside=path, line=line, last=last, behind=tuple(behind), aside=aside)
+                cuts.append(cut)
         return cuts
 
 

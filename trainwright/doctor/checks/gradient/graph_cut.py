@@ -30,6 +30,6 @@ def graph_cut(run: RunContext, facts: WiringFacts, seen: Every[WiringFacts]) -> 
         symptom=f"{len(behind)} weights that the optimizer holds get no gradient: {listed(behind)}",
         cause=f"{cut.how} in {cut.inside or 'the model'} ends the graph above {cut.last or 'them'}",
         severity="info" if is_left_as_it_is(run, behind) else "critical" if is_most else "warning",
-        where=Where(module=cut.last, op=cut.how),
+        where=Where(module=cut.last, op=cut.how, source=cut.line or run.line_of(f"op:{cut.how}", seen[-1][0])),
         evidence=[("weights behind the cut", len(behind), 0)],
     )
