@@ -21,6 +21,7 @@ from trainwright.runs.reader import KILLED, RUNNING, UNKNOWN, read_course, read_
 from trainwright.runs.records import (
     Ended,
     Evaluated,
+    Examined,
     Found,
     Logged,
     Record,
@@ -482,9 +483,28 @@ def verdict_of(folder: RunFolder) -> RunVerdict:
 
 
 def losses_in(records: Iterable[Record]) -> list[tuple[int, float]]:
-    """Return the training losses by step."""
-    by_step = {each.step: each.loss for each in records if isinstance(each, Step | Watched)}
+    """Return the training losses by step.
+
+    If a watched loop divides the losses of micro-batches for accumulation, their sum is returned instead of their mean.
+    """
+    every = tuple(records)
+    measured = [each.values for each in every if isinstance(each, Examined) and each.experiment == "accumulation"]
+    newest = next((values for values in reversed(measured) if values.get("is_plain")), {})
+    weights = newest.get("weights") or (math.nan,)
+    is_divided = None not in weights and math.isclose(sum(weights), 1.0, rel_tol=0.01)
+    by_step = {
+        each.step: _sum_of_parts(each) if is_divided and isinstance(each, Watched) else each.loss
+        for each in every
+        if isinstance(each, Step | Watched)
+    }
     return [(step, by_step[step]) for step in sorted(by_step)]
+
+
+def _sum_of_parts(step: Watched) -> float:
+    """Return the sum of the losses of a step if its loss is their mean; its loss otherwise."""
+    parts = step.values.get("losses") or (step.loss,)
+    is_mean = math.isclose(statistics.fmean(parts), step.loss, rel_tol=1e-6)
+    return sum(parts) if is_mean else step.loss
 
 
 _EVALUATION_NAMES = ("val", "test", "eval", "held")
