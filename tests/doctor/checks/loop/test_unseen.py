@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 import trainwright as tw
-from trainwright.doctor.finding import Finding
+from trainwright.runs.records import Found
 
 X, Y = torch.randn(64, 6, generator=torch.Generator().manual_seed(1)), torch.arange(64) % 3
 
@@ -19,7 +19,7 @@ def _steps(model: nn.Module, optimizer: Optimizer, count: int) -> None:
         optimizer.step()
 
 
-def _found(before: int, after: int) -> list[Finding]:
+def _found(before: int, after: int) -> list[Found]:
     """Returns the findings of a loop that makes its optimizer again after ``before`` steps."""
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
     optimizer = torch.optim.Adam(model.parameters())

@@ -73,9 +73,9 @@ def _blanks(run: RunContext) -> Iterator[tuple[str, str, str]]:
         kind = [each for each in NO_STEP if not each or each in seen][-1]
         yield NO_STEP[kind], "in the whole run", KEEP_OPTIMIZER if "other_step" in seen else PASS_ALL_OBJECTS
     elif run.finished and (later := _latest(run, "unfinished").get("other_steps", 0)) > run.steps[-1].step:
-        last = run.steps[-1].step
-        what = f"after step {last} only an optimizer that the watch was not given made updates"
-        yield what, f"{later} of {later + last} updates", KEEP_OPTIMIZER
+        at = run.steps[-1].step
+        what = f"after step {at} only an optimizer that the watch was not given made updates"
+        yield what, f"{later} of {later + at} updates", KEEP_OPTIMIZER
     last = run.steps[-8:]
     if not last or (len(last) < 3 and not run.finished):
         return
