@@ -433,9 +433,10 @@ class LossCalls:
         rest = args[1:]
         if name == "__getitem__":
             rest = rest[0] if rest and isinstance(rest[0], tuple) else ()
-            is_choice = len(rest) == 2 and all(isinstance(each, Tensor) and each.dim() == 1 for each in rest)
+            is_choice = len(rest) == x.dim() == 2 and all(isinstance(i, Tensor) and i.dim() == 1 for i in rest)
         elif name == "gather":
-            is_choice = rest[:1] in ((1,), (-1,)) or kwargs.get("dim") in (1, -1)
+            given = dict(zip(("input", "dim", "index"), args)) | kwargs
+            is_choice = x.dim() == 2 and given["dim"] in (1, -1) and given["index"].shape[1:] == (1,)
         elif name in WITH_PROBABILITIES:
             others = [each for each in pair if each is not x]
             is_choice = len(others) == 1 and others[0].shape == x.shape and not others[0].requires_grad

@@ -37,6 +37,8 @@ HEALTHY: dict[str, Loss] = {
         F.cross_entropy(m(x), y, reduction="none") * m(x).square().sum(1).softmax(0)
     ).sum(),
     "weights over samples, in columns": lambda m, x, y: (m(x).softmax(0) * (m(x).detach() - _one_hot(y)).abs()).sum(),
+    "tokens": lambda m, x, y: -m(x).view(4, -1, 4).log_softmax(-1).gather(-1, y.view(4, -1, 1)).mean(),
+    "one position": lambda m, x, y: -m(x).view(4, -1, 4).log_softmax(-1)[torch.arange(4), y[:4], y[:4]].mean(),
     "pairs": lambda m, x, y: (
         F.nll_loss((m(x) @ m(x).T).log_softmax(1), torch.arange(len(x)))
         - (m(x) @ m(x).T).log_softmax(0).diagonal().mean()
