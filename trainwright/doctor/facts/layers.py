@@ -193,3 +193,4 @@ class InputsFacts:
     arguments: int = 0  # Number of arguments whose rows differ
     without_effect: tuple[str, ...] = ()  # Those whose rows, in another order, change no bit of the outputs
     keeps_order: bool = True  # False: an attention model gives the same outputs for tokens in another order
+    needs_order: bool = False  # If so: there is an output for each token, or a table of positions in the model

@@ -52,7 +52,8 @@ def inputs(session: ReplaySession) -> InputsFacts:
                 for place in places
                 if _are_equal(base, run(replace(change, inputs=_at(place, lambda leaf: leaf.roll(1, 0)))))
             ]
-        return InputsFacts(len(leaves), tuple(without), _keeps_order(session, run))
+        keeps, needs = _order(session, run)
+        return InputsFacts(len(leaves), tuple(without), keeps, needs)
 
 
 def _fill_zeros(parameters: Sequence[Tensor]) -> None:
@@ -114,14 +115,14 @@ def _at(place: int, change: Callable[[Tensor], Tensor]) -> InputHandler:
     return handler
 
 
-def _keeps_order(session: ReplaySession, run: Callable[[Intervention], Outputs]) -> bool:
-    """Returns False if a model with attention gives each token the same output at any place of its row."""
+def _order(session: ReplaySession, run: Callable[[Intervention], Outputs]) -> tuple[bool, bool]:
+    """Returns (False, whether the order matters) if attention gives each token the same output at any place."""
     tokens = [each for each in session.inputs if each.dim() == 2 and not each.is_floating_point()]
     if len(tokens) != 1 or (length := tokens[0].shape[1]) < MIN_TOKENS:
-        return True
+        return True, False
     order = torch.randperm(length, generator=torch.Generator().manual_seed(0)).to(tokens[0].device)
     if bool((tokens[0][:, order] == tokens[0]).all()):
-        return True
+        return True, False
     attends = False
 
     def call(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
@@ -133,7 +134,7 @@ def _keeps_order(session: ReplaySession, run: Callable[[Intervention], Outputs])
 
     before = run(Intervention(mode="eval", ops=call))
     if not attends or not before:
-        return True
+        return True, False
 
     def reordered(leaf: object) -> object:
         is_by_token = isinstance(leaf, Tensor) and leaf.dim() > 1 and leaf.shape[1] == length
@@ -145,4 +146,13 @@ def _keeps_order(session: ReplaySession, run: Callable[[Intervention], Outputs])
         dims = [dim for dim, size in enumerate(one.shape) if dim and size == length]
         return max_distance([one.index_select(dims[0], order) if dims else one], [other])
 
-    return max(map(moved, before, run(Intervention(mode="eval", inputs=change_leaves(reordered))))) > ROUNDING
+    after = run(Intervention(mode="eval", inputs=change_leaves(reordered)))
+    held = [
+        each
+        for module in session.modules.values()
+        for each in (*module._buffers.values(), *module._parameters.values())
+    ]
+    tables = [each for each in held if each is not None and each.dim() == 3 and 1 in each.shape[:2]]
+    is_by_token = any(length in each.shape[1:] for each in before)
+    needs = is_by_token or any(max(each.shape[:2]) >= length for each in tables)
+    return max(map(moved, before, after)) > ROUNDING, needs

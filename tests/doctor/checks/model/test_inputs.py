@@ -35,17 +35,18 @@ class Reader(nn.Module):
         self.tokens, self.head = nn.Embedding(20, 16), nn.Linear(16, 2)
         layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
         self.attention = nn.TransformerEncoder(layer, 1) if positions != "bag" else nn.Identity()
-        self.places = nn.Parameter(torch.zeros(1, 12, 16)) if positions == "learned" else None
+        self.places = nn.Parameter(torch.zeros(1, 12, 16)) if positions in ("learned", "unused") else None
+        self.is_used = positions == "learned"
 
     def forward(self, ids: Tensor) -> Tensor:
         h = self.tokens(ids)
-        if self.places is not None:
+        if self.places is not None and self.is_used:
             h = h + self.places
         out: Tensor = self.head(self.attention(h).mean(1))
         return out
 
 
-def found(model: nn.Module, *inputs: Tensor, classes: bool = False) -> list[tuple[str, str]]:
+def found(model: nn.Module, *inputs: Tensor, classes: bool = False) -> list[tuple[str, str, str]]:
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
     rows = len(inputs[0])
     target = torch.randint(2, (rows,)) if classes else torch.randn(rows, 2)
@@ -56,7 +57,7 @@ def found(model: nn.Module, *inputs: Tensor, classes: bool = False) -> list[tupl
             (F.cross_entropy(out, target[at]) if classes else F.mse_loss(out, target[at])).backward()
             optimizer.step()
     assert watch.session.failures == []
-    return [(each.code, each.symptom) for each in watch.findings() if each.code in CODES]
+    return [(each.code, each.symptom, each.severity) for each in watch.findings() if each.code in CODES]
 
 
 @pytest.mark.slow
@@ -65,14 +66,15 @@ def test_an_argument_that_is_never_used_is_found_by_its_name(use: str) -> None:
     """A gate that begins at 0, and an argument that some steps leave out, are used."""
     torch.manual_seed(0)
     seen = found(Denoiser(use), torch.randn(128, 2), torch.randint(20, (128,)))
-    assert [code for code, _ in seen] == (["model.input_without_effect"] if use == "never" else [])
+    assert [code for code, _, _ in seen] == (["model.input_without_effect"] if use == "never" else [])
     assert use != "never" or seen[0][1].endswith("argument t")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("positions", ["none", "learned", "bag"])
+@pytest.mark.parametrize("positions", ["none", "unused", "learned", "bag"])
 def test_attention_without_positions_is_found(positions: str) -> None:
-    """Positions that begin at 0 count, and a mean of embeddings has no attention."""
+    """Positions that begin at 0 count, a mean of embeddings has no attention, and without a table it may be a set."""
     torch.manual_seed(0)
     seen = found(Reader(positions), torch.randint(20, (128, 12)), classes=True)
-    assert [code for code, _ in seen] == (["model.order_ignored"] if positions == "none" else [])
+    expected = {"none": ["info"], "unused": ["warning"]}.get(positions, [])
+    assert [(code, severity) for code, _, severity in seen] == [("model.order_ignored", each) for each in expected]
