@@ -148,17 +148,14 @@ def prune(folder: Path, committed: Path, retention: Retention, run: str = "") ->
 
 
 def make_room(folder: Path, step: int, retention: Retention, run: str = "") -> bool:
-    """Delete one checkpoint before ``step`` is saved, on a disk without room. Return True if one was deleted.
+    """Delete the oldest checkpoint that ``prune`` would delete after a save of ``step``, but never the newest.
 
-    The oldest of those that ``prune`` would delete after the save goes first, then the oldest of the others. The best
-    one stays; without it, the newest one.
+    Return True if one was deleted.
     """
     mine = [path for path in checkpoints(folder) if is_own(path, run) and (step_of(path) or 0) < step]
-    best = read_best(folder, run)
-    kept = retained([name_of(step), *(path.name for path in mine)], retention, best)
-    last = next((path for path in mine if best and path.name == name_of(best.step)), next(iter(mine), None))
-    surplus = sorted((path for path in mine if path != last), key=lambda path: (path.name in kept, path.name))
-    for path in surplus[:1]:
+    kept = retained([name_of(step), *(path.name for path in mine)], retention, read_best(folder, run))
+    surplus = [path for path in mine[1:] if path.name not in kept]
+    for path in surplus[-1:]:
         delete(path, run)
     return bool(surplus)
 

@@ -242,7 +242,6 @@ class Saving:
     def _write(self, step: int, write: Callable[[Best | None], tuple[Path, int]], best: Best | None) -> _Done:
         """Write the checkpoint, and only then delete older ones, unless the disk has no room. Runs in the thread."""
         begin_s, trouble = time.perf_counter(), ""
-        deleted = 0
         while True:
             try:
                 path, written = write(best)
@@ -250,7 +249,6 @@ class Saving:
             except DiskFullError:
                 if not make_room(self._folder, step, self._policy.retention, self._run):
                     raise
-                deleted += 1
         try:
             if best:
                 write_best(self._folder, best, self._run)
@@ -259,8 +257,6 @@ class Saving:
             prune(self._folder, path, self._policy.retention, self._run)
         except Exception as error:
             trouble = f"step {step} is saved, but older checkpoints could not be removed or copied: {error}"
-        if deleted:
-            trouble = trouble or f"step {step} is saved; the disk is full, so {deleted} older were deleted before"
         return _Done(path, written, time.perf_counter() - begin_s, trouble)
 
     def _finish(self) -> None:

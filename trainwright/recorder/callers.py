@@ -17,6 +17,7 @@ _OURS = tuple(f"{Path(__file__).parents[1]}/{room}/" for room in _ROOMS)
 _PACKAGES = (f"{Path(torch.__file__).parent}/", *_OURS)
 _NOT_PLACES = (f"{Path(__file__).parents[1]}/", f"{Path(sys.executable).parent}/")
 """This package and the folder of command line programs such as ``trainwright``, which are no places of a fault."""
+_PLANTED = f"{Path(__file__).parents[1]}/commands/demo_faults.py"  # the loops of ``trainwright demo --break``
 _STANDARD = f"{Path(contextlib.__file__).parent}/"
 _LIBRARIES = ("lightning", "pytorch_lightning", "transformers", "accelerate")
 """Training libraries. Their loops are not the user's code either."""
@@ -30,8 +31,11 @@ def caller() -> str | None:
 
     In a run of ``tw.fit`` it may be the call of ``fit``.
     """
-    users = (each for each in frames() if is_users(each) and not each.f_code.co_filename.startswith(_NOT_PLACES))
-    return line_of(next(users, None))
+    return line_of(next((each for each in frames() if is_users(each) and _is_place(each.f_code.co_filename)), None))
+
+
+def _is_place(name: str) -> bool:
+    return not name.startswith(_NOT_PLACES) or name == _PLANTED
 
 
 def line_of(frame: FrameType | None) -> str | None:

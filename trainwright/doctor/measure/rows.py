@@ -88,7 +88,7 @@ def window_parts(tensors: Sequence[Tensor]) -> Tensor | None:
     at different places.
     """
     x = next((each.detach() for each in plain(tensors) if each.dim() and each.is_floating_point()), None)
-    if x is None or x.dim() not in (2, 3) or x[0].numel() < MIN_WINDOW:
+    if x is None or x.dim() not in (2, 3) or not len(x) or x[0].numel() < MIN_WINDOW:
         return None
     steps = x.unsqueeze(2) if x.dim() == 2 else x.transpose(1, 2) if x.shape[2] > x.shape[1] else x
     length = -(-MIN_VALUES // steps.shape[2])
