@@ -1,6 +1,6 @@
 """Several processes against one: ``tw.fit`` at its defaults, the same batch, one thread each.
 
-    python -m benchmarks.scaling [--rounds 3] [--ranks 2] [--link yes|idle] [--quick]
+    python -m benchmarks.scaling [--rounds 3] [--ranks 2] [--link yes|idle] [--batch 192] [--quick]
 
 A round trains a small GPT in one process and on the ranks, in alternating order. ``speed_up`` is the median step time
 of one process divided by that of the ranks, and ``efficiency`` is the speed-up divided by the number of ranks.
@@ -16,8 +16,8 @@ hardly change the figure.
 One bucket cannot overlap: the link is idle until the first bucket is complete, or the last one is sent when the pass
 has ended. gloo also needs processor time on each rank: ``link_sum_cpu_s`` for all gradients at once, and
 ``link_extra_cpu_s`` more in a step that sends them in buckets. Without a free core, the latter delays the pass and
-reduces ``hidden``. It depends on the number of buckets, not on the batch. The backward pass of a batch of 8 takes 14 ms
-on one core, of which it would be a third, so the batch is 32 where layers compute.
+reduces ``hidden``. It depends on the number of buckets, not on the batch: of a backward pass of 50 ms (``--batch 32``)
+it is a fifth, of one of 0.3 s (``--batch 192``, the default where layers compute) 8 %.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ from trainwright.engine.losses import language_model
 from trainwright.engine.overlap import OverlappedSum
 from trainwright.models.gpt import gpt
 
-steps, idle_s, times, cpu, reads = int(sys.argv[1]), float(sys.argv[2]), ([], []), ([], []), [0]
-batch = 8 if idle_s else 32
+steps, idle_s, batch = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
+times, cpu, reads = ([], []), ([], []), [0]
 
 def alternate(self):  # every rank reads it once in each step
     reads[0] += 1
@@ -136,7 +136,9 @@ IDLE_S = 0.3
 """Time that the layers sleep in a backward pass with ``--link idle``."""
 
 
-def measured(ranks: int, steps: int, quick: bool, program: str = PROGRAM, idle_s: float = 0.0) -> dict[str, float]:
+def measured(
+    ranks: int, steps: int, quick: bool, program: str = PROGRAM, idle_s: float = 0.0, batch: int = 8
+) -> dict[str, float]:
     """Return the figures that the first of ``ranks`` processes prints."""
     with socket.socket() as free, tempfile.TemporaryDirectory(prefix="scaling-") as folder:
         free.bind(("127.0.0.1", 0))
@@ -147,7 +149,7 @@ def measured(ranks: int, steps: int, quick: bool, program: str = PROGRAM, idle_s
         shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         started = [
             Started(
-                ["-W", "ignore", "-c", program, str(steps), str(idle_s)],
+                ["-W", "ignore", "-c", program, str(steps), str(idle_s), str(batch)],
                 cwd=Path(folder),
                 env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 forks=quick,
@@ -159,7 +161,7 @@ def measured(ranks: int, steps: int, quick: bool, program: str = PROGRAM, idle_s
     return seen
 
 
-def measure_link(ranks: int, steps: int, rounds: int, *, is_idle: bool) -> None:
+def measure_link(ranks: int, steps: int, rounds: int, batch: int, *, is_idle: bool) -> None:
     """Print how much of the communication is hidden. Starts this program again in a network namespace."""
     if INSIDE not in os.environ:
         again = [sys.executable, "-m", "benchmarks.scaling", *sys.argv[1:]]
@@ -168,7 +170,7 @@ def measure_link(ranks: int, steps: int, rounds: int, *, is_idle: bool) -> None:
     about("scaling")
     found = []
     for _ in range(rounds):
-        found.append(measured(ranks, steps, False, THROUGH_LINK, IDLE_S if is_idle else 0.0))
+        found.append(measured(ranks, steps, False, THROUGH_LINK, IDLE_S if is_idle else 0.0, 8 if is_idle else batch))
         subprocess.run(["tc", "qdisc", "del", "dev", "lo", "root"], check=True)
     hidden = [each["gain_s"] / each["sum_s"] for each in found]
     against = "the sum of the gradients alone"
@@ -185,10 +187,12 @@ def measure_link(ranks: int, steps: int, rounds: int, *, is_idle: bool) -> None:
 
 
 def main() -> None:
-    options = arguments(__doc__, rounds=(3.0, 1.0), ranks=(2.0, 2.0), steps=(120.0, 12.0), link=("no", "no"))
+    options = arguments(
+        __doc__, rounds=(3.0, 1.0), ranks=(2.0, 2.0), steps=(120.0, 12.0), link=("no", "no"), batch=(192.0, 32.0)
+    )
     ranks, steps = int(options.ranks), int(options.steps)
     if options.link != "no":
-        measure_link(ranks, steps, int(options.rounds), is_idle=options.link == "idle")
+        measure_link(ranks, steps, int(options.rounds), int(options.batch), is_idle=options.link == "idle")
         return
     about("scaling")
     alone: list[dict[str, float]] = []
