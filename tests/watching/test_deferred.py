@@ -384,3 +384,13 @@ def test_hooks_are_back_after_a_deferred_step_that_raises(run: Run) -> None:
     handle.remove()
     assert hook_names(run.model) == [["Hook"], ["Hook"]]
     run.session.close()
+
+
+def test_a_session_that_could_not_begin_leaves_the_error_of_a_step(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("the watch")
+
+    monkeypatch.setattr(sessions.WatchSession, "begin", fail)
+    run.model.register_forward_pre_hook(lambda module, args: {}["of the loop"])
+    with pytest.raises(KeyError, match="of the loop"):
+        run.one(batch(1))

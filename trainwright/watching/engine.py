@@ -108,7 +108,8 @@ class EngineSession(WatchSession):
             try:
                 result = advance(state, batch)
             except BaseException as error:  # also Ctrl-C: else later runs of this thread would have no events
-                self._call_hooks.resume()
+                if is_deferred:
+                    self._call_hooks.resume()
                 inputs = witness.take_inputs()
                 self.catch_up()
                 is_repeated = isinstance(error, Exception) and not isinstance(error, OutOfMemoryError)

@@ -34,26 +34,24 @@ def inputs(session: ReplaySession) -> InputsFacts:
     calls = session.recorded_step.calls
     if len(calls) != 1 or not session.size or session.size < 2:
         return InputsFacts()
-    leaves = [each for each in _leaves(session, calls[0]) if _varies(each[1], session.size)][:MAX_ARGUMENTS]
+    every = _leaves(session, calls[0])
+    places = [place for place, (_, leaf) in enumerate(every) if _varies(leaf, session.size)][:MAX_ARGUMENTS]
     with session.live():
         _fill_zeros(session.replayer.subject.parameters)
 
         def run(change: Intervention) -> Outputs:
             return plain(tensors_of(session.replayer.run(session.recorded_step, change, upto="forward").outputs))
 
-        without = [name for name, _ in leaves]
+        without = places if len(places) > 1 else []
         for change in (UNCHANGED, Intervention(fresh_rng=True, model=other_random_numbers)):
+            if not without:
+                break
             base = run(change)
-            if len(leaves) < 2 or not _are_equal(base, run(change)):
-                without = []
-            places = [place for place, (name, _) in enumerate(_leaves(session, calls[0])) if name in without]
-            without = [
-                _leaves(session, calls[0])[place][0]
-                for place in places
-                if _are_equal(base, run(replace(change, inputs=_at(place, lambda leaf: leaf.roll(1, 0)))))
-            ]
-        keeps, needs = _order(session, run)
-        return InputsFacts(len(leaves), tuple(without), keeps, needs)
+            moved = {n: run(replace(change, inputs=_at(n, lambda leaf: leaf.roll(1, 0)))) for n in without}
+            is_steady = _are_equal(base, run(change))
+            without = [place for place in without if is_steady and _are_equal(base, moved[place])]
+        names = tuple(every[place][0] for place in without)
+        return InputsFacts(len(places), names, *_order(session, run))
 
 
 def _fill_zeros(parameters: Sequence[Tensor]) -> None:
@@ -63,7 +61,7 @@ def _fill_zeros(parameters: Sequence[Tensor]) -> None:
     generator = torch.Generator().manual_seed(0)
     for each in parameters:
         if each.is_floating_point() and not each.any():
-            each.data.copy_(torch.randn(each.shape, generator=generator) * 0.02)
+            each.data.copy_(torch.randn(each.shape, generator=generator, device="cpu") * 0.02)
 
 
 def _are_equal(ones: Outputs, others: Outputs) -> bool:
@@ -120,7 +118,7 @@ def _order(session: ReplaySession, run: Callable[[Intervention], Outputs]) -> tu
     tokens = [each for each in session.inputs if each.dim() == 2 and not each.is_floating_point()]
     if len(tokens) != 1 or (length := tokens[0].shape[1]) < MIN_TOKENS:
         return True, False
-    order = torch.randperm(length, generator=torch.Generator().manual_seed(0)).to(tokens[0].device)
+    order = torch.randperm(length, generator=torch.Generator().manual_seed(0), device="cpu").to(tokens[0].device)
     if bool((tokens[0][:, order] == tokens[0]).all()):
         return True, False
     attends = False
