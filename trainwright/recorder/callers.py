@@ -31,7 +31,16 @@ def caller() -> str | None:
 
     In a run of ``tw.fit`` it may be the call of ``fit``.
     """
-    return line_of(next((each for each in frames() if is_users(each) and _is_place(each.f_code.co_filename)), None))
+    return line_of(next(_places(), None))
+
+
+def calling_frames() -> list[FrameType]:
+    """Returns the user's frames of this stack, innermost first: in a run of ``tw.fit``, from the call of ``fit``."""
+    return list(_places())
+
+
+def _places() -> Iterator[FrameType]:
+    return (each for each in frames() if is_users(each) and _is_place(each.f_code.co_filename))
 
 
 def _is_place(name: str) -> bool:

@@ -17,6 +17,7 @@ from trainwright.engine.step import StepFn, StepResult
 from trainwright.engine.user_log import collecting
 from trainwright.errors import OutOfMemoryError, TrainwrightError
 from trainwright.monitoring.journal import Journal
+from trainwright.recorder.callers import calling_frames
 from trainwright.recorder.deferred import DeferredRecorder, DeferredStep, StepInputs, repeat
 from trainwright.recorder.engine_source import EngineSource, called_roots
 from trainwright.recorder.listener import inside
@@ -59,7 +60,7 @@ class EngineSession(WatchSession):
         super().__init__(
             roots,
             parts_of(state.optimizer),
-            LoopObjects(accumulation=accumulation),
+            LoopObjects(accumulation=accumulation, frames=calling_frames),
             WatchOptions(
                 on_nonfinite="observe",
                 budget_bytes=enough_bytes(roots),
