@@ -19,8 +19,7 @@ from tests.finetune.tokenizers import make_tokenizer
 from tests.forked import COMMAND_LINE, run
 from tests.models.hub_server import serving
 from trainwright.cli import app
-from trainwright.commands.init import DataOptions
-from trainwright.commands.init_finetune import gather
+from trainwright.commands.init_finetune import DataOptions, gather
 from trainwright.errors import UsageError
 from trainwright.recipe import load
 

@@ -10,9 +10,10 @@ import pytest
 
 from tests.plan.changed import with_predicted
 from trainwright.errors import RecipeError
+from trainwright.plan.amounts import human_bytes, human_seconds
 from trainwright.plan.batch import BatchPlan, scale_lr, solve_batch
 from trainwright.plan.duration import Extent, Interval, Pace, extent, interval, span
-from trainwright.plan.explain import human_bytes, human_seconds, memory_in_words, preflight
+from trainwright.plan.explain import memory_in_words, preflight
 from trainwright.plan.make import (
     ResumedValues,
     RunFacts,

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from trainwright.engine.loss import Loss, LossFn, as_loss_fn
 from trainwright.engine.precision import PrecisionName
+from trainwright.plan.amounts import human_bytes
 from trainwright.plan.batch import solve_batch
-from trainwright.plan.explain import human_bytes
 from trainwright.plan.machine import read_machine
 from trainwright.plan.profile import Folded, GraphProfile, fold
 from trainwright.plan.trace.blueprint import make_blueprint

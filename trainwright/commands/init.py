@@ -8,7 +8,7 @@ import shutil
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from trainwright.errors import StorageError, UsageError, install_remedy, require_choice
 from trainwright.recipe import json_schema
@@ -28,20 +28,7 @@ KINDS = {
 FINETUNE = "finetune"
 """The kind of project that is written for one pretrained model and one file of data."""
 
-OnBadRecord = Literal["stop", "skip"]
-
-
-@dataclass(frozen=True)
-class DataOptions:
-    """Options of the data set of ``finetune``, which its recipes repeat.
-
-    Attributes:
-        chat_template: A file with a chat template; None for that of the tokenizer.
-        on_bad_record: The reaction to a record that cannot be used.
-    """
-
-    chat_template: str | None = None
-    on_bad_record: OnBadRecord = "stop"
+OnBadRecord: TypeAlias = Literal["stop", "skip"]
 
 
 @dataclass(frozen=True)
@@ -119,9 +106,9 @@ def init(
     path = Path(kind if folder is None else folder)
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise UsageError(f"{path} exists already", remedy=f"name a new folder: trainwright init {kind} FOLDER")
-    options = DataOptions(None if chat_template is None else str(chat_template), on_bad_record)
-    files = _finetune_files(model, data, options) if kind == FINETUNE else {}
-    if kind != FINETUNE and (model is not None or data is not None or options != DataOptions()):
+    files = _finetune_files(model, data, chat_template, on_bad_record) if kind == FINETUNE else {}
+    has_options = any(each is not None for each in (model, data, chat_template)) or on_bad_record != "stop"
+    if kind != FINETUNE and has_options:
         rule = f"--model, --data, --chat-template and --on-bad-record are for finetune, not for {kind}"
         raise UsageError(rule, remedy="leave them out")
     template = TEMPLATES / kind.replace("-", "_")
@@ -145,12 +132,15 @@ def init(
     )
 
 
-def _finetune_files(model: str | Path | None, data: str | Path | None, options: DataOptions) -> dict[str, str]:
+def _finetune_files(
+    model: str | Path | None, data: str | Path | None, chat_template: str | Path | None, on_bad_record: OnBadRecord
+) -> dict[str, str]:
     if model is None or data is None:
         raise UsageError(
             "init finetune needs a model and a file of data",
             remedy="trainwright init finetune --model FOLDER --data FILE.jsonl",
         )
-    from trainwright.commands.init_finetune import files_of, gather
+    from trainwright.commands.init_finetune import DataOptions, files_of, gather
 
+    options = DataOptions(None if chat_template is None else str(chat_template), on_bad_record)
     return files_of(gather(str(model), str(data), options))

@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trainwright.commands.init import DataOptions
 from trainwright.errors import UsageError
-from trainwright.finetune.datasets import Chat, Completion, Instruct, Preference, Texts, TokenizedSet
+from trainwright.finetune.datasets import Chat, Completion, Instruct, OnBadRecord, Preference, Texts, TokenizedSet
 from trainwright.finetune.layouts import LAYOUTS, USES, Use
 from trainwright.finetune.read import open_source, validation_split
 from trainwright.models.pretrained import find_folder, read_json, require_weights
@@ -34,6 +33,19 @@ MAX_PADDING_FRACTION = 1 / 3
 DECODERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 """Ends of the class names of decoders. ``ForConditionalGeneration`` without an encoder also reads images."""
 DATASETS: dict[Use, type[TokenizedSet]] = {each.use: each for each in (Chat, Instruct, Completion, Texts, Preference)}
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """Options of the data set of ``finetune``, which its recipes repeat.
+
+    Attributes:
+        chat_template: A file with a chat template; None for that of the tokenizer.
+        on_bad_record: The reaction to a record that cannot be used.
+    """
+
+    chat_template: str | None = None
+    on_bad_record: OnBadRecord = "stop"
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ from pathlib import Path
 
 from trainwright.assembly.assemble import Parts
 from trainwright.errors import TrainwrightError, UsageError, text_of
+from trainwright.plan.amounts import human_bytes, human_seconds
 from trainwright.plan.devices import FRAGMENTATION_FRACTION, Device, known_devices, load_devices
-from trainwright.plan.explain import human_bytes, human_seconds, memory_in_words, step_in_words
+from trainwright.plan.explain import memory_in_words, step_in_words
 from trainwright.plan.layout import Option
 from trainwright.plan.make import Note, Plan
 from trainwright.plan.many_ranks import (

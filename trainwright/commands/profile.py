@@ -21,7 +21,7 @@ from trainwright.engine.step import StepResult
 from trainwright.errors import OutOfMemoryError, TrainwrightError, UsageError
 from trainwright.monitoring.progress import Progress
 from trainwright.monitoring.terminal import Console
-from trainwright.plan.explain import human_seconds
+from trainwright.plan.amounts import human_seconds
 from trainwright.plan.parallel import in_one_process
 from trainwright.plan.trace.local_device import local_device
 from trainwright.profiling.audit import audit

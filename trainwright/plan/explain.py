@@ -1,17 +1,15 @@
-"""Formats the plan as lines of text before the run, and numbers in human units."""
+"""Formats the plan as lines of text before the run."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
+from trainwright.plan.amounts import human_bytes, human_seconds
 from trainwright.plan.call_trace import KINDS
 from trainwright.plan.header import TOPICS
-
-if TYPE_CHECKING:
-    from trainwright.plan.make import Plan
+from trainwright.plan.make import Plan
 
 TRAINING_TIME_SCOPE = "steps and waiting for data; evaluation, saving, examinations and samples come on top"
 """The parts of a run that the seconds of ``until`` include."""
@@ -120,25 +118,3 @@ def _first_loss(loss: float, expected: float | None) -> str:
     if loss > 1.5 * expected:
         return f"{theory}: far above, so inputs may not be normalised or initial weights may be too large"
     return theory
-
-
-def human_bytes(count: float) -> str:
-    """Return text such as `1.5 GiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 999.5:  # from here on, three digits would print as 1e+03
-            return f"{count:.3g} {unit}"
-        count /= 1024
-    return f"{count:.3g} TiB"
-
-
-def human_seconds(seconds: float) -> str:
-    """Return text such as `12 ms`, `3.2 s`, `4 min 10 s` or `2 h 5 min`."""
-    if not math.isfinite(seconds):
-        return "not finite"
-    if seconds < 1:
-        return f"{seconds * 1e3:.3g} ms"
-    if seconds < 120:
-        return f"{seconds:.3g} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"

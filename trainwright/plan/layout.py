@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from trainwright.plan.amounts import human_bytes, human_seconds
 from trainwright.plan.call_trace import Trace
 from trainwright.plan.devices import Device
-from trainwright.plan.explain import human_bytes, human_seconds
 from trainwright.plan.make import Note
 from trainwright.plan.roofline import StepTime, scaled_time
 from trainwright.plan.scale import Scaled

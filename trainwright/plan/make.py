@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Literal, cast
 
 from trainwright.errors import Problem, Problems, RecipeError
+from trainwright.plan.amounts import human_seconds
 from trainwright.plan.batch import BatchPlan, UserBatches, batch_of, require_fits, scale_lr
 from trainwright.plan.duration import Extent, Interval, Pace, extent, interval, span
-from trainwright.plan.explain import human_seconds
 from trainwright.plan.header import RunHeader
 from trainwright.plan.parallel import ONE_RANK, Degrees, solve_layout
 from trainwright.recipe import Duration, Recipe

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from trainwright.errors import RecipeError, UsageError
+from trainwright.plan.amounts import human_bytes, human_seconds
 from trainwright.plan.call_trace import Kind, Moment, Trace, Work
 from trainwright.plan.devices import Device
-from trainwright.plan.explain import human_bytes, human_seconds
 from trainwright.plan.layout import STEP_TIME_TOLERANCE, Layout, micro_sizes
 from trainwright.plan.make import Note
 from trainwright.plan.parallel import AXES, Degrees, solve_layout

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from trainwright.plan.explain import human_seconds
+from trainwright.plan.amounts import human_seconds
 from trainwright.plan.make import Note, Plan
 
 EVALUATION_FRACTION = 0.1

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Literal
 
+from trainwright.plan.amounts import human_seconds
 from trainwright.plan.call_trace import Work
 from trainwright.plan.devices import Device
-from trainwright.plan.explain import human_seconds
 from trainwright.plan.roofline import peak_rate, rate
 
 COMPUTE = ("forward", "backward", "update")

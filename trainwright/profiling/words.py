@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from trainwright.plan.explain import human_seconds
+from trainwright.plan.amounts import human_seconds
 from trainwright.profiling.audit import AuditRow
 from trainwright.profiling.verdict import Advice, BoundVerdict, ProfileFacts
 from trainwright.runs.json_values import strict

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainwright.doctor.check import CheckState
-from trainwright.plan.explain import human_seconds
+from trainwright.plan.amounts import human_seconds
 from trainwright.runs.files import UnreadableFile, read_text
 from trainwright.runs.json_values import JsonValue
 from trainwright.runs.records import Examined, Record, Unexamined, Watched

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
+from trainwright.plan.amounts import human_bytes, human_seconds
 from trainwright.plan.call_trace import KINDS, Kind, Moment, Trace
 from trainwright.plan.devices import CUDA_CONTEXT_BYTES, FRAGMENTATION_FRACTION, Device
-from trainwright.plan.explain import human_bytes, human_seconds
 from trainwright.plan.layout import Option
 from trainwright.plan.many_ranks import Placement, against
 

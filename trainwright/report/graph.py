@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from trainwright.plan.explain import human_bytes
+from trainwright.plan.amounts import human_bytes
 from trainwright.plan.profile import Folded, ModuleRow, NodeRun
 from trainwright.report.chart import INK, PALETTE, root, text
 

@@ -26,7 +26,7 @@ from trainwright.engine.loss import accumulate, as_loss_fn
 from trainwright.engine.step import clear_grads
 from trainwright.errors import StorageError
 from trainwright.finetune.store import cache_folder
-from trainwright.plan.explain import human_seconds
+from trainwright.plan.amounts import human_seconds
 from trainwright.plan.header import RunHeader, Setting
 from trainwright.plan.run_time import training_time_s
 from trainwright.recipe.schema import CompileMode

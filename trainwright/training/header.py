@@ -18,7 +18,7 @@ from trainwright.engine.peers import INTERVAL_STEPS
 from trainwright.optim.schedule import SwaSchedule
 from trainwright.optim.stepped_schedule import SteppedSchedule
 from trainwright.optim.user_optimizers import makes_own_groups
-from trainwright.plan.explain import human_bytes
+from trainwright.plan.amounts import human_bytes
 from trainwright.plan.header import Origin, RunHeader, Setting, origins_in
 from trainwright.recipe import OPTIMIZERS, SCHEDULES, Loaded
 

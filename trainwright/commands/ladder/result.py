@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from trainwright.commands.ladder.rungs import Kind
-from trainwright.plan.explain import human_bytes, human_seconds
+from trainwright.plan.amounts import human_bytes, human_seconds
 from trainwright.runs.json_values import strict
 from trainwright.runs.printing import figure, in_columns
 from trainwright.runs.records import Found

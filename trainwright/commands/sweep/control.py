@@ -38,7 +38,7 @@ from trainwright.commands.sweep.study import (
     trial_folder,
 )
 from trainwright.errors import StorageError, UsageError, import_optional
-from trainwright.plan.explain import human_seconds
+from trainwright.plan.amounts import human_seconds
 from trainwright.plan.machine import read_machine
 from trainwright.recipe import load
 from trainwright.runs import system_calls

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from trainwright.commands.sweep.spec import Sweep, label_of
 from trainwright.commands.sweep.study import TrialRow
-from trainwright.plan.explain import human_seconds
+from trainwright.plan.amounts import human_seconds
 from trainwright.recipe import dump_masked, load
 from trainwright.runs.json_values import strict
 from trainwright.runs.printing import figure, in_columns

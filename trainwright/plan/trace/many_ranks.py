@@ -24,9 +24,9 @@ from trainwright.distributed.sharding import units_of
 from trainwright.distributed.split_plan import SplitPlan, model_shape, split_plan
 from trainwright.engine.loss import loss_of_part
 from trainwright.errors import UsageError
+from trainwright.plan.amounts import human_bytes
 from trainwright.plan.batch import solve_batch
 from trainwright.plan.devices import Device
-from trainwright.plan.explain import human_bytes
 from trainwright.plan.make import Note
 from trainwright.plan.many_ranks import (
     DIVIDED_POLICIES,

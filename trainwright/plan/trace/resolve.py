@@ -13,10 +13,10 @@ from typing import Any
 
 from trainwright.assembly.assemble import Parts
 from trainwright.errors import RecipeError, UsageError
+from trainwright.plan.amounts import human_bytes
 from trainwright.plan.batch import solve_batch
 from trainwright.plan.checkpointing import Checkpointing, describe
 from trainwright.plan.devices import Device
-from trainwright.plan.explain import human_bytes
 from trainwright.plan.layout import Choice, Layout, Option, choose, micro_sizes, offload_layouts
 from trainwright.plan.make import Note
 from trainwright.plan.parallel import AXES, solve_layout

@@ -14,10 +14,10 @@ from typing import Literal, cast
 from trainwright.assembly.assemble import Parts, at_recipe
 from trainwright.engine.precision import PrecisionName
 from trainwright.errors import UsageError
+from trainwright.plan.amounts import human_bytes, human_seconds
 from trainwright.plan.batch import solve_batch
 from trainwright.plan.call_trace import Kind, Trace
 from trainwright.plan.devices import Device
-from trainwright.plan.explain import human_bytes, human_seconds
 from trainwright.plan.layout import (
     Choice,
     Layout,

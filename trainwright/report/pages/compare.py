@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trainwright.plan.explain import human_seconds
+from trainwright.plan.amounts import human_seconds
 from trainwright.report.chart import Coordinate, parallel_coordinates_svg
 from trainwright.report.pages.rows import column, seconds
 from trainwright.report.pages.view import RunView, flat, number

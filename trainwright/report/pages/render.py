@@ -20,7 +20,7 @@ from markupsafe import Markup, escape
 
 from trainwright.doctor.pages import page as page_of_code
 from trainwright.errors import UsageError
-from trainwright.plan.explain import human_bytes, human_seconds
+from trainwright.plan.amounts import human_bytes, human_seconds
 from trainwright.report.findings import place, value_in_words
 from trainwright.report.graph import human_count
 from trainwright.report.pages.compare import RunComparison

@@ -13,7 +13,7 @@ from typing import Any, TypeGuard, TypeVar
 import numpy as np
 from markupsafe import Markup
 
-from trainwright.plan.explain import human_bytes, human_seconds
+from trainwright.plan.amounts import human_bytes, human_seconds
 from trainwright.report import bad_cases
 from trainwright.report.bad_cases import BadCases
 from trainwright.report.chart import Series, line_chart_svg
