@@ -73,7 +73,7 @@ class CustomObjects:
         advance: A step function of the user, instead of one made from the loss.
         metrics: Metrics besides those of the recipe.
         generators: Random state at the start of training, if the run does not seed the generators itself.
-        rebuild: Record in the run folder of how to create the objects again.
+        rebuild: How to create the objects again, as recorded in the run folder; empty if this is not known.
     """
 
     optimizer: object = None
@@ -230,7 +230,7 @@ def prepare(parts: Parts, loaded: Loaded, device: torch.device, planned: Checkpo
     model.to(device)
     if isinstance(parts.loss, nn.Module):  # it may contain class weights, or a frozen teacher
         parts.loss.to(device)
-    if not model.training:  # if the model is in training mode, parts in evaluation mode (frozen BatchNorm) stay so
+    if not model.training:  # else leave it: train() would also switch modules that the user froze, such as BatchNorm
         model.train()
     if recipe.model.compile:
         with at_recipe(loaded.source, "model.compile"):
@@ -253,7 +253,7 @@ def pretrained_notes(model: nn.Module) -> Iterator[Note]:
 
 
 def _with_sources(parts: Parts, loaded: Loaded) -> Parts:
-    """Return the parts with further validation sets: one for each source, of each set that requests them."""
+    """Return the parts with one more validation set per data source, for each set with ``by_source``."""
     val_sets = dict(parts.val_sets)
     for val in parts.val_sets.values():
         found = tokenized_set_of(val.dataset)
@@ -409,7 +409,7 @@ def build_loading(
     quarantine: Collection[int] = (),
     world: World = SOLO,
 ) -> Loading:
-    """Return how training batches are made. ``quarantine`` contains the bad samples found by the run itself.
+    """Return the settings of the training batches. ``quarantine`` contains the bad samples found by the run itself.
 
     A loader that was passed in Python has the same order as in a plain loop over it. But if a seed is requested, or on
     several ranks, which must all draw the same order, the order follows from (seed, epoch).

@@ -321,7 +321,7 @@ class Region:
             (module, name)
             for module in block.modules()
             for name, _ in module.named_buffers(recurse=False)
-            if name not in module._non_persistent_buffers_set  # tables of constants
+            if name not in module._non_persistent_buffers_set  # these are usually tables of constants
         ]
 
     def install(self) -> None:

@@ -1,4 +1,4 @@
-"""Pipeline stages of a model that was not written for them: its modules on the first stage, on each, and on the last.
+"""Pipeline stages of a model that was not written for them, by the names of its modules.
 
 The plan is a table from patterns of module names to ``first``, ``block`` or ``last``: that of a recipe, or of a model
 of ``transformers``. A stage is the model itself, with modules of other stages replaced by pass-through modules.
@@ -205,9 +205,9 @@ def _tensor_of(made: Any) -> Tensor:
 
 @contextmanager
 def ready_to_try(model: nn.Module) -> Iterator[None]:
-    """Context without dropout and with random weights instead of zeros, which would hide differences.
+    """Context without dropout and with random weights instead of zero weights, which would hide differences.
 
-    The random weights are the same on all ranks. The model may be divided meanwhile.
+    The random weights are the same on all ranks. The model may be divided within the context.
     """
     modes = [(module, module.training) for module in model.modules()]
     zeros = [name for name, each in model.named_parameters() if each.numel() and not each.any()]

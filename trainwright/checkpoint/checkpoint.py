@@ -127,9 +127,10 @@ class CheckpointData:
 def capture(
     state: TrainState, staging: Staging | None = None, run_metadata: Mapping[str, Tree] | None = None
 ) -> CheckpointData:
-    """Return the contents of a checkpoint of ``state``: a copy if ``staging`` is given, else the live tensors.
+    """Return the contents of a checkpoint of ``state``, with all tensors on the host.
 
-    ``run_metadata`` is JSON about the run, stored unchanged. Raises CheckpointError for state that cannot be stored.
+    With ``staging``, all tensors are copies; without it, only those that cannot be written unchanged. ``run_metadata``
+    is JSON about the run, stored unchanged. Raises CheckpointError for state that cannot be stored.
     """
     live = capture_live(state, run_metadata)
     return live.of_tensors(staging.copy(live.tensors) if staging else on_host(live.tensors))
@@ -148,7 +149,7 @@ TensorName: TypeAlias = tuple[str, str]
 def data_of(
     step: int, tensors: Mapping[TensorName, Tensor], values: Mapping[str, Tree], trained: frozenset[str]
 ) -> CheckpointData:
-    """Return the contents of a checkpoint, made of tensors on the host."""
+    """Return the contents of a checkpoint, with its tensors grouped by part."""
     parts = {part: {name: tensor for (of, name), tensor in tensors.items() if of == part} for part in ("model", "rest")}
     return CheckpointData(step, parts["model"], parts["rest"], values, trained)
 

@@ -35,7 +35,7 @@ class StreamState(NamedTuple):
 
 
 class EpochStart(NamedTuple):
-    """Random state at the begin of a pass over a user's loader, from which its order can be drawn again.
+    """Random state at the start of a pass over a user's loader, from which its order can be drawn again.
 
     ``held`` are the states of the generators that loader and samplers hold, as ``data.generators`` finds them.
     """
@@ -51,7 +51,7 @@ class Cursor:
     Attributes:
         epoch: Number of completed passes over the dataset.
         position: Number of consumed samples of the current epoch.
-        digest: Identifies the samples of the epoch so far, if the order is not Trainwright's.
+        digest: Hash of the samples of the epoch so far; "" if Trainwright determines the order.
         stream: State of a stateful iterator of the user.
         start: Set if the order of the epoch was drawn from the generators of the process.
     """
@@ -167,7 +167,7 @@ def tensors_in(data: object) -> list[Tensor]:
         return [data]
     found: list[Tensor] = []
     if isinstance(data, tuple | list):  # first: isinstance with the abstract Mapping is slow
-        for each in data:  # runs in each step: one call suffices for a flat batch
+        for each in data:  # runs in each step, so a flat batch needs no call per tensor
             if isinstance(each, Tensor):
                 found.append(each)
             else:

@@ -76,7 +76,7 @@ from trainwright.checkpoint.state_parts import (
 
 MAX_OBJECTS = 50_000
 MAX_COPIED_BYTES = 128 * 2**20
-"""Maximum total size of copied tensors and arrays. Others are only compared, by a sample of their elements."""
+"""Maximum total size of copied tensors and arrays. Beyond it, only a sample of the elements is kept and compared."""
 MAX_FOLLOWED_ITEMS = 1024
 """Items of containers with more items are not followed, because a long container is a history or data."""
 
@@ -85,7 +85,7 @@ Trail: TypeAlias = "tuple[Trail | None, str]"
 
 
 class Reference(NamedTuple):
-    """A reference from a captured object to ``value``. ``part`` is set if its entry ``name`` can be excluded alone."""
+    """A reference from a captured object to ``value``. If ``part`` is set, its entry ``name`` can be excluded."""
 
     name: str
     value: object
@@ -265,7 +265,7 @@ _NOT_FOLLOWED_MODULES = (
     "torch.autograd.function", "torch.cuda", "torch.distributed", "triton", "pybind11_builtins", "logging", "typing",
     "abc", "inspect", "importlib", "trainwright.",
 )  # fmt: skip
-"""Objects of these types hold no state of a step, or state of the loop that a step does not change."""
+"""Objects of these modules and of the types above hold no state that a step changes."""
 _GAPS: tuple[tuple[tuple[type, ...], str], ...] = (
     ((types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType), "an iterator"),
     ((socket.socket, mmap.mmap), "a connection"),
@@ -325,7 +325,7 @@ def _handler_of(kind: type) -> _Handler | None:
 
 
 def _is_written_in_python(kind: type) -> bool:
-    """Return True if the objects hold nothing but attributes, as judged by their size."""
+    """Return True if the size of an instance in memory leaves no room for more than its attributes."""
     num_slots = len(_slots_of(kind))
     has_attributes = kind.__dictoffset__ != 0 or num_slots > 0 or kind.__basicsize__ == object.__basicsize__
     return has_attributes and kind.__basicsize__ <= object.__basicsize__ + 8 * (2 + num_slots)
@@ -352,7 +352,7 @@ def _gap(what: str, state: ReachableState, value: object, trail: Trail) -> Itera
 
 
 def _foreign(state: ReachableState, value: object, trail: Trail) -> Iterable[Reference]:
-    """Compare the pickle of an object of an extension, if it can be pickled."""
+    """Capture the pickle of an object of an extension, which can be compared but not restored; else add a gap."""
     try:
         witness = Witness(value, pickled)
         is_read = witness.put_back()

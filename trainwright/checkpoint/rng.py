@@ -42,7 +42,7 @@ class TwisterState(NamedTuple):
         return _copied(twister) if _LIES_IN_MEMORY else _packed(twister)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the state in the format of the global generator, without a spare number."""
+        """Return the state in the format of ``np.random.get_state(legacy=False)``, without a cached normal number."""
         *key, place = np.frombuffer(self.memory, _WORDS)
         state = {"key": np.array(key, dtype=_WORDS), "pos": int(place)}
         return {"bit_generator": "MT19937", "state": state, "has_gauss": 0, "gauss": 0.0}
@@ -73,7 +73,7 @@ _VERSION = 3
 
 
 class PythonState(NamedTuple):
-    """Index and words of the Mersenne Twister, and the spare number of ``random.gauss``."""
+    """Index and words of the Mersenne Twister, and the number that ``random.gauss`` has cached, if any."""
 
     memory: bytes
     gauss: float | None
@@ -270,7 +270,7 @@ def _back_to_now() -> Callable[[], None]:
 
     def give_back() -> None:
         write_python(python)
-        # has_gauss: NumPy had a spare normal number, which may be used up
+        # has_gauss: NumPy had a cached normal number, which may have been used since
         if words is None or words != words_of_numpy() or numpy_state["has_gauss"]:
             np.random.set_state(numpy_state)
         torch.set_rng_state(of_torch)
@@ -287,7 +287,7 @@ def words_of_numpy() -> TwisterState | None:
 
 @contextmanager
 def preserved_rng() -> Iterator[None]:
-    """Context whose draws from the generators leave no trace."""
+    """Context that restores every generator at its end."""
     give_back = _back_to_now()
     borrow(give_back)
     try:

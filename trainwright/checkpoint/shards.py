@@ -55,7 +55,7 @@ def divides_layers(model: nn.Module) -> bool:
         if is_divided(parameter):
             axes = [axis for axis, placement in enumerate(parameter.placements) if not placement.is_replicate()]
             if "expert" in (names := parameter.device_mesh.mesh_dim_names or ()):
-                axes.remove(names.index("expert"))  # its ranks have different samples
+                axes.remove(names.index("expert"))  # the ranks along this axis have different samples
             if len(axes) > 1 or (axes and id(parameter) not in gathered):
                 return True
     return False

@@ -37,7 +37,7 @@ class TrainState:
         optimizer: The optimizer.
         scaler: Loss scaler of fp16.
         ema: Average of the weights, if any.
-        ledger: Names the steps whose update was skipped.
+        ledger: The steps whose update was skipped.
         data: Position in the data.
         spikes: Gradient norms by which a spike is detected.
         quarantine: Dataset positions of samples that are not trained on.
@@ -46,7 +46,7 @@ class TrainState:
         num_samples: Samples trained on.
         num_tokens: Tokens trained on.
         elapsed_s: Training time without evaluation and saving.
-        fraction: Used fraction of the run at the begin of the last step (0..1).
+        fraction: Completed fraction of the run at the start of the last step (0..1).
         micro_limit: Maximum number of samples in a forward pass since memory ran out; None: unlimited.
         stateful: Further objects by name whose state belongs to the run: schedulers of torch, observers.
         stages: Ranks with the other stages of a pipeline-parallel model.
@@ -72,5 +72,5 @@ class TrainState:
 
     @property
     def is_divided(self) -> bool:
-        """True if other ranks hold parts of the weights, so that a rank can do little alone."""
+        """True if other ranks hold parts of the weights, so that no rank can save or evaluate the model alone."""
         return self.stages.size > 1 or holds_parts(self.model)

@@ -34,8 +34,8 @@ Collate = Callable[[list[Sample]], Batch]
 def samples_at_fault(samples: Sequence[Sample], collate: Collate) -> dict[int, str]:
     """Return, by index, a description of the samples without which the others can be collated.
 
-    These are samples that cannot be collated even alone, else those of another form than most. Empty if no sample can
-    be blamed: the others fail without them too, or no form has a majority.
+    These are samples that cannot be collated even alone, else those whose types and shapes differ from the majority.
+    Empty if there is no majority, or if the other samples cannot be collated either.
     """
     alone = [at for at, sample in enumerate(samples) if not _collates([sample], collate)]
     found = {at: f"it is {_form(samples[at])}" for at in alone} or _of_another_form(samples)
@@ -118,7 +118,8 @@ class Piece(NamedTuple):
 def pieces(ids: Ids, rank: int, ranks: int, micro_size: int) -> Iterator[Piece]:
     """Divide the samples of a step, shape (n,), evenly, and cut the part of ``rank`` into micro-batches.
 
-    All ranks have equally many micro-batches, because they may wait for each other in each. ``ids`` is not empty.
+    All ranks get the same number of micro-batches, because ranks may wait for each other in each micro-batch. ``ids``
+    is not empty.
     """
     count = -(-len(ids) // (ranks * micro_size))
     shares = np.array_split(ids, ranks)

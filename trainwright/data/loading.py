@@ -1,4 +1,4 @@
-"""The stream of step batches. Its order is a pure function of (seed, epoch, position), and sample ids are known."""
+"""The stream of step batches. Unless the user gives the order, it is a pure function of (seed, epoch, position)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from trainwright.errors import DataError, UsageError
 
 @dataclass(frozen=True)
 class Loading:
-    """Settings of how batches are made.
+    """Settings for reading samples and making batches of them.
 
     Attributes:
         batch_size: Samples per optimizer step.
@@ -58,11 +58,11 @@ class Loading:
         on_bad_sample: "quarantine" adds an unreadable sample to the quarantine, "stop" ends the run.
         every: Read each ``every``-th batch of an epoch.
         order: Order of a sampler of the user.
-        live: Draws of the user's loader at the start of an epoch use the random generators of the process, as a loop
-            over it does; else generators that are seeded by (seed, epoch).
+        live: At the start of an epoch, the user's loader draws from the random generators of the process, as in a plain
+            loop. If False, it draws from generators that are seeded by (seed, epoch).
         loader: With ``live``, the order of a DataLoader.
-        joined: Number of batches per step, with an ``order`` of batches or ready-made batches.
-        rank: Number of the part of every step that this rank reads. Ready-made batches are divided by rows.
+        joined: Number of batches that form one step, if ``order`` yields batches or the batches are ready-made.
+        rank: Index of the part of each step that this rank reads. Ready-made batches are divided by rows.
         ranks: Number of parts of a step.
         exact: A step has the same micro-batches on any number of ranks.
     """
@@ -104,10 +104,10 @@ class StepBatches:
     unless ``drop_last``. A sample in quarantine is left out of its micro-batch and no other sample moves. An empty
     micro-batch or step is skipped; if all are empty, the stream ends.
 
-    With the order of a sampler or ready-made batches, ``resumed`` describes after the first batch how the stream
-    reached a cursor within an epoch. ``say`` is called with progress messages.
+    ``resumed`` is set after the first batch, if ``cursor`` is within an epoch and a sampler or ready-made batches
+    determine the order: a message on how the stream reached the cursor. ``say`` is called with progress messages.
 
-    Raises DataError for a sample that cannot be read, or if every sample is quarantined for that.
+    Raises DataError for a sample that cannot be read; with ``on_bad_sample="quarantine"``, only if no sample is left.
     """
 
     def __init__(
@@ -150,10 +150,9 @@ class StepBatches:
     def _ready(self) -> Iterator[StepBatch | None]:
         """Yield the steps, and None after the last one of an epoch."""
         loading = self.loading
-        # covers_all: ranks compare every step
         seed = loading.seed
         epochs = loading.epochs
-        shared = loading.ranks > 1
+        shared = loading.ranks > 1  # then ranks compare every step, so the digest must cover all batches
         stream = ReadyStream(
             self.dataset, self.cursor, seed=seed, epochs=epochs, say=self.say, covers_all=shared, live=loading.live
         )
@@ -171,7 +170,7 @@ class StepBatches:
             yield StepBatch(tuple(batches), cursor, of_all=of_all)
 
     def _read(self) -> Iterator[StepBatch | None]:
-        """Yield the steps, and None after the last one of an epoch if the next must not be drawn yet."""
+        """Yield the steps, and None after an epoch if the order of the next one must not be drawn yet."""
         window: list[MicroBatch] = []
         bad: list[BadSample] = []  # of this step and of empty steps before it
         found: set[int] = set()
@@ -203,9 +202,9 @@ class StepBatches:
         )
 
     def _fetched(self, found: Set[int]) -> Iterator[Fetched | Failed | None]:
-        """Yield what is read.
+        """Yield the micro-batches in order, and None after an epoch that is read in this process.
 
-        ``found`` holds the unreadable samples; it grows while iterating, and they are not read again.
+        ``found`` contains the unreadable samples so far. The caller adds to it, and these samples are not read again.
         """
         loading = self.loading
         if isinstance(self.dataset, IterableDataset):
@@ -226,7 +225,7 @@ class StepBatches:
     def _seeding_workers(self, fetched: Iterator[Fetched | Failed]) -> Iterator[Fetched | Failed]:
         """Yield the batches of a stream.
 
-        At the start of each epoch, draw the workers' seed, as a loop over its loader does.
+        At the start of each epoch, draws the workers' seed, so that the generators advance as in a plain loop.
         """
         epoch = self.cursor.epoch if self.cursor.position else self.cursor.epoch - 1
         for each in fetched:
@@ -265,7 +264,7 @@ class StepBatches:
                 yield key
 
     def _draws_live(self, begin: int) -> bool:
-        """Return True if an epoch has the order of the loader. An epoch that began in another order continues in it."""
+        """Return True if ``loading.loader`` draws the epoch's order. An epoch keeps the order in which it began."""
         return self.loading.loader is not None and (begin == 0 or self._start is not None)
 
     def _in_default_order(self, epoch: int, begin: int, left_out: Ids) -> Iterator[_Planned]:
@@ -439,13 +438,13 @@ def _read_ahead(steps: Iterator[StepBatch | None], at_once: int) -> Iterator[Ste
 
 
 def _with_cached_properties(batch: StepBatch) -> StepBatch:
-    """Compute the cached properties of a batch, here for many batches in a row. For a single batch it takes 10 us."""
+    """Compute the cached properties now. For many batches in a row this is faster than in each step (10 us)."""
     batch.size, batch.tokens, batch.tensors  # noqa: B018
     return batch
 
 
 def _one_by_one(source: Fetch, epochs: Iterator[Iterator[Key]]) -> Iterator[Fetched | Failed | None]:
-    """Yield the item of the dataset for each key, and None after the last one of an epoch."""
+    """Yield the micro-batch of each key, and None after the last one of an epoch."""
     for keys in epochs:
         for key in keys:
             yield source[key]

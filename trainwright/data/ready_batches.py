@@ -29,10 +29,8 @@ PROGRESS_S = 10.0
 """Seconds between progress messages of a replay."""
 _END_OF_DATA = object()
 ALL_OF_FIRST, DIGESTED = 16, 16
-"""The digest of an epoch covers this many first batches, then one batch in each interval of the second number.
-
-The first batches show a changed order at once.
-"""
+"""The digest of an epoch covers the first ALL_OF_FIRST batches, which show a changed order at once, and then every
+DIGESTED-th batch."""
 SPARSE = f"/{DIGESTED}"
 """Suffix of the digest of an epoch that does not cover all batches."""
 BATCHES_PER_IDS = 32
@@ -95,7 +93,7 @@ class ReadyBatches:
         return self.source.dataset if isinstance(self.source, DataLoader) else self.source
 
     def first_row(self) -> object:
-        """Return one sample of the first batch, which is put back if the source can be iterated only once.
+        """Return one sample of the first batch. The batch is put back if the source can be iterated only once.
 
         Raises DataError if there is none, or if rows cannot be counted.
         """
@@ -228,7 +226,7 @@ class Pass:
         return self._keeper is not None
 
     def cursor(self) -> Cursor:
-        """Return the position of the epoch after the last batch."""
+        """Return the position in the epoch after the last batch."""
         return Cursor(self.epoch, self.position, self.digest, self._state(), self.start)
 
     def _state(self) -> StreamState | None:

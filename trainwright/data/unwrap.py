@@ -113,8 +113,8 @@ def unwrap(data: object) -> Unwrapped:
     - a torch DataLoader, whose sampler is kept;
     - anything else that can be iterated, or a function without arguments that makes such a thing: ready batches.
 
-    NumPy arrays become tensors of their own dtype that share their memory. Raises UsageError for anything else, and
-    for an empty dataset.
+    NumPy arrays become tensors; float64 becomes torch's default dtype. Raises UsageError for anything else, and for an
+    empty dataset.
     """
     if isinstance(data, DataLoader):
         unwrapped = _unwrap_loader(data)

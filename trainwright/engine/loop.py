@@ -69,7 +69,7 @@ def save_after(error: Exception, state: TrainState, saving: Saver) -> None:
 
 
 class SaveOnOutOfMemory:
-    """Saves the last good step when memory runs out in the next one and that error left the state intact."""
+    """Saves the last good step when the next step runs out of memory and leaves the state intact."""
 
     def __init__(self, state: TrainState, saving: Saver) -> None:
         self.state, self.saving = state, saving
@@ -96,16 +96,16 @@ def each_batch(batches: Iterable[StepBatch], state: TrainState, saving: Saver) -
 
 
 Until = Callable[[TrainState], float]
-"""Returns the used fraction of the run: 0 at its start, 1 at its end."""
+"""Returns the completed fraction of the run: 0 at its start, 1 at its end."""
 
 
 def for_steps(count: int) -> Until:
-    """Return the length of a run of ``count`` optimizer steps."""
+    """Return the ``until`` of a run of ``count`` optimizer steps."""
     return _until(count, lambda state: state.step / count)
 
 
 def for_seconds(budget_s: float) -> Until:
-    """Return the length of a run of ``budget_s`` seconds of training; evaluation and saving are not counted."""
+    """Return the ``until`` of a run of ``budget_s`` seconds of training; evaluation and saving are not counted."""
     return _until(budget_s, lambda state: state.elapsed_s / budget_s)
 
 
@@ -154,7 +154,7 @@ def _until(amount: float, until: Until) -> Until:
 class StopRequest(BaseException):
     """Raised while a run waits for its next batch.
 
-    The state is complete, so the run stops at once, as ``stop`` says.
+    The state is complete between two steps, so the run stops at once. ``stop`` is the result of the run.
     """
 
     def __init__(self, stop: Stop) -> None:
@@ -189,7 +189,7 @@ def steps(
 ) -> Iterator[StepResult]:
     """Advance ``state`` batch by batch and yield each result, until the run is complete or the data ends.
 
-    Time that the caller spends between two results is not counted.
+    Time that the caller spends between two results is not added to ``state.elapsed_s``.
 
     Args:
         state: Updated in place.
@@ -236,13 +236,13 @@ def run(
 ) -> Outcome:
     """Train until done, stopped or out of data: advance, evaluate if due, observe, agree, save if due.
 
-    Saves once more at the end unless the Stop says that the state is poisoned. A run that was not stopped is evaluated
-    at its end. An exception in an observer or in the evaluation saves too, because the state is complete between two
+    Saves once more at the end, unless the Stop has ``save=False``. A run that was not stopped is evaluated at its end.
+    After an exception in an observer or in the evaluation the state is saved, too, because it is complete between two
     steps. An exception inside a step closes everything and saves nothing, except an OutOfMemoryError that leaves the
     state intact.
 
-    ``complete`` finishes the state after the last step, unless a signal stopped the run or the state is poisoned. At
-    the end the model has the averaged weights if the optimizer averages them itself, such as ScheduleFree.
+    ``complete`` finishes the state after the last step, unless a signal stopped the run or the Stop has ``save=False``.
+    At the end the model has the averaged weights if the optimizer averages them itself, such as ScheduleFree.
     """
     stop, last = None, None
     with ExitStack() as closing:
@@ -279,7 +279,7 @@ def run(
                 save_after(error, state, saving)
                 raise
         if not stop or stop.save:
-            saving(state)  # before the evaluation, which may take longer than a signal leaves
+            saving(state)  # before the last evaluation: a signal during it may leave no time to save
         if not stop:
             evaluation.finish(state)
         done = until(state) >= 1.0

@@ -173,7 +173,7 @@ def call_loss(loss_fn: LossFn, model: nn.Module, micro: MicroBatch, where: str) 
 
 @contextmanager
 def _uncounted(model: nn.Module) -> Iterator[None]:
-    """Context of a pass over the sample that a rank without samples repeats: counts of all ranks leave it out."""
+    """Context for a rank that has no samples left and repeats one: modules that count over all ranks must skip it."""
     counting: list[Any] = [module for module in model.modules() if hasattr(module, "summed_over_ranks")]
     try:
         for module in counting:
@@ -368,7 +368,8 @@ class Accumulated(NamedTuple):
     Attributes:
         loss: Mean over the global batch, 0-d.
         weight: Number of counted items in the global batch.
-        micro_losses: Totals (or means) of the micro-batches in order, each 0-d.
+        micro_losses: Totals of the micro-batches in order, each 0-d. For a loss that returns means, each mean is
+            multiplied by the micro-batch's fraction of the samples.
         metrics: Means over ``weight``.
         correction: Factor by which the gradients must still be multiplied; None for 1.
     """
@@ -476,7 +477,7 @@ def combine_divided(outputs: Sequence[Loss], divisor: int) -> Accumulated:
 
 
 def with_zero_weight(output: Loss) -> Loss:
-    """Return a loss that adds nothing to the sums of a step, and whose graph is that of ``output``."""
+    """Return ``output`` with all values 0 but with its autograd graph, so that its backward pass still runs."""
     metrics = {name: value * 0.0 for name, value in output.metrics.items()}
     return Loss(output.total * 0.0, output.weight * 0.0, metrics)
 
@@ -489,7 +490,7 @@ def _nonzero(weight: Tensor | float) -> Tensor | float:
 def _combined(outputs: list[Loss], provisional: Tensor | float | None, size: int) -> Accumulated:
     totals = tuple(output.total for output in outputs)
     total = totals[0] if len(totals) == 1 else _sum(totals)
-    if provisional is None:  # each total is already its part of the mean
+    if provisional is None:  # accumulate has multiplied each mean by its fraction of the samples
         return Accumulated(total, float(size), totals, {}, None)
     weight = _sum([output.weight for output in outputs])
     metrics = {name: _sum([o.metrics[name].detach() for o in outputs]) / weight for name in outputs[0].metrics}

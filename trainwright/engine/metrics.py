@@ -101,7 +101,7 @@ class OutputKeeper:
         return keeping
 
     def clear(self) -> None:
-        """Drop the results of an attempt that starts again."""
+        """Drop the results of a failed attempt, before the step starts again."""
         self._kept.clear()
 
     def pop(self) -> list[ForwardOutputs]:

@@ -16,7 +16,7 @@ class Stop(NamedTuple):
 
     Attributes:
         reason: Shown to the user.
-        save: False if the state is poisoned and must not be saved.
+        save: False if the state must not be saved, for example because weights are NaN.
         exit_code: Exit code of the process.
         by_signal: True if this process or another rank received the signal that ``reason`` names.
     """

@@ -1,4 +1,4 @@
-"""One optimizer step over all micro-batches of a global batch. The order of operations below is the contract."""
+"""One optimizer step over all micro-batches of a global batch. Replays rely on the order of the operations below."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from trainwright.optim.clip import ClipFn, global_norm, no_clip
 
 @dataclass(repr=False)
 class StepResult:
-    """Result of one step. Tensors are 0-d, on the training device, and read only when a value is due.
+    """Result of one step. Tensors are 0-d and on the training device; they are synchronized only if a value is logged.
 
     Attributes:
         step: Number of this step, from 1: ``state.step`` after it.
@@ -61,11 +61,11 @@ class StepResult:
         lr: Learning rate of the first parameter group.
         weight: Number of counted items.
         skipped: True if the update was not applied.
-        batch: The micro-batches as trained.
+        batch: The micro-batches, smaller than planned if the step ran out of memory before.
         metrics: Means by name.
-        probed: Figures of the probes by name.
-        wait_s: Time that the loop waited for the batch.
-        step_s: Time of the step.
+        probed: Values that the probes returned, by name.
+        wait_s: Seconds that the loop waited for the batch.
+        step_s: Seconds for the step, including ``wait_s``.
         oom_reports: One report for each attempt that ran out of memory.
         spike: Decision of a SpikeGuard; None without a spike.
         evaluation: Result of the evaluation after this step, if there was one.
@@ -89,7 +89,7 @@ class StepResult:
     correction: Tensor | float | None = None
 
     def __repr__(self) -> str:
-        """Return one line for people. On a GPU it waits for the step."""
+        """Return one line for people. On a GPU, this waits for the end of the step."""
         figures: dict[str, Tensor | float] = {
             "loss": self.loss,
             "grad norm": self.grad_norm,
@@ -107,8 +107,8 @@ StepFn = Callable[[TrainState, StepBatch], StepResult]
 Probe = Callable[[TrainState], Mapping[str, Tensor]]
 """Reads the state inside the step: after backward and unscale, before clipping and the update."""
 ScheduleFn = Callable[[int, float], float | None]
-"""(completed steps, used fraction of the run) -> factor on every base learning rate. A function that sets the learning
-rates itself returns None."""
+"""(completed steps, completed fraction of the run) -> factor on every base learning rate. A function that sets the
+learning rates itself returns None."""
 
 
 def constant_lr(step: int, fraction: float) -> None:
@@ -140,7 +140,7 @@ def make_step(
         schedule: See ``make_schedule``.
         precision: See ``Precision``.
         clip: See ``make_clip``.
-        probes: Read the state before clipping; their figures are in ``StepResult.probed``.
+        probes: Read the state before clipping; the values they return are in ``StepResult.probed``.
         ranks: How ranks divide the step. Gradients, loss and metrics are those of the global batch.
         seed: With step and rank, determines the random numbers of each rank.
         spikes: A ``SpikeGuard``; does nothing by default.
@@ -153,7 +153,7 @@ def make_step(
         do not help.
 
     Raises:
-        UsageError: A part is not constructed yet, such as ``clip=1.0``.
+        UsageError: ``schedule``, ``precision`` or ``clip`` is a setting such as ``1.0`` instead of an object.
     """
     _require_made(schedule, precision, clip)
     own = loss if isinstance(loss, nn.Module) else None
@@ -269,9 +269,10 @@ class _DeviceWork:
 
 
 def count_step(state: TrainState, batch: StepBatch, counted: Counted) -> None:
-    """Count the step.
+    """Add one step to the counters of the state.
 
-    ``counted`` must come from the unsplit batch, because the token count of a list of samples depends on the split.
+    ``counted`` must come from the batch before a retry splits it: for a list of samples, the token count depends on
+    how the samples are divided into micro-batches.
     """
     state.step += 1
     state.num_samples += counted.samples
@@ -310,7 +311,8 @@ def _gradients(
     """Run the part of a step that can start again: it changes nothing but gradients, buffers and generators.
 
     On several ranks, retries cover only the part before ranks communicate, because ranks must agree that all of them
-    have succeeded. Ranks that divide the weights cannot retry at all. Exact slices are never cut smaller.
+    have succeeded. Ranks that divide the weights cannot retry at all. With ``parallel.exact``, the size of the slices
+    is fixed, so a retry could not make them smaller.
     """
     ranks = parts.ranks
     if ranks.exact:
@@ -339,7 +341,7 @@ def _gradients(
 def _overlapped_passes(
     state: TrainState, batch: StepBatch, parts: _Parts, overlap: OverlappedSum
 ) -> Accumulated | None:
-    """Run the passes, and sum the gradients meanwhile. Returns None if another rank ran out of memory."""
+    """Sum the gradients over ranks during the last backward pass. Returns None if another rank ran out of memory."""
     try:
         with overlap.attempt():
             return _passes(
@@ -364,10 +366,11 @@ def _passes(
 
 
 def _joint_passes(state: TrainState, batch: StepBatch, parts: _Parts) -> Accumulated:
-    """Run the passes of ranks that compute together. Gradients flow between ranks, so all use one known divisor.
+    """Run the passes of ranks that compute together: gradients flow between them, so all must divide by one number.
 
-    The divisor is the number of samples. Ranks that share their samples multiply it by the tokens per sample, which
-    keeps fp16 gradients in range. Ranks with other samples may have other numbers of tokens.
+    This number must be known before the first pass: the samples of the global batch. If all ranks have the same
+    samples, it is multiplied by the tokens per sample, which keeps fp16 gradients in range. Otherwise the ranks may
+    have different numbers of tokens.
     """
     parts.witness.gradients_are_cleared(state.optimizer)
     clear_grads(state.optimizer)
@@ -393,7 +396,7 @@ def _joint_passes(state: TrainState, batch: StepBatch, parts: _Parts) -> Accumul
 
 
 def _finish(state: TrainState, done: Accumulated, parts: _Parts, *, is_summed: bool = False) -> _Gradients:
-    """Return the gradients as they will be applied, the same on every rank.
+    """Unscale the gradients, sum them over ranks, call the probes, and clip.
 
     ``is_summed``: ``done`` already combines all ranks, and the gradients are already unscaled and summed.
     """
@@ -476,8 +479,8 @@ def collect_grads(optimizer: Optimizer, done: Accumulated) -> tuple[list[Tensor]
     """Return the optimizer's parameters that have a gradient, and the gradients.
 
     Raises:
-        UsageError: There is no gradient though something was counted, or a gradient is sparse (torch has no norm of
-            it).
+        UsageError: No parameter has a gradient though the weight of the loss is not 0, or a gradient is sparse (torch
+            cannot compute its norm).
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     grads = [grad for p in parameters if (grad := p.grad) is not None]
@@ -499,8 +502,8 @@ def collect_grads(optimizer: Optimizer, done: Accumulated) -> tuple[list[Tensor]
 
 _VERSION = operator.attrgetter("_version")
 VERSION_COUNTED_PACKAGES = ("torch", "trainwright")
-"""Packages whose optimizers, if they have ``_init_group``, write so that autograd's version counters count it. Other
-optimizers may write to ``.data``, which is not counted."""
+"""Packages whose optimizers with ``_init_group`` write in place, so that autograd's version counters increase. Other
+optimizers may write through ``.data``, which leaves the counters unchanged."""
 
 
 class Update:
@@ -543,7 +546,7 @@ class Update:
                     group["foreach"] = False
 
     def _before(self, optimizer: Optimizer) -> _WriteTracker:
-        """Record the versions now. The tensors are listed once: searching for them takes 2 % of a small step."""
+        """Record the versions now. The list of tensors is kept, because making it takes 2 % of a small step."""
         if self._written is None or not self._written.is_of(optimizer):
             self._written = _WriteTracker(optimizer)
         self._written.begin()
@@ -656,7 +659,7 @@ def _torn_error(state: TrainState, error: str) -> OutOfMemoryError:
 
 
 def raise_if_torn(state: TrainState, error: Exception) -> None:
-    """Raise OutOfMemoryError if memory ran out after the optimizer's update: in the average or in buffers."""
+    """Raise OutOfMemoryError if memory ran out after the optimizer's update: while averaging or restoring buffers."""
     if is_out_of_memory(error):
         raise _torn_error(state, str(error).splitlines()[0][:200]) from None
 

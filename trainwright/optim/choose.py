@@ -235,8 +235,8 @@ def with_momentum_buffers(optimizer: Optimizer) -> Optimizer:
 
     torch 2.13 allocates them in the first step by ``empty_like``. If ``found_inf`` skips that step they stay
     uninitialized, and the second step uses them. With zeros the first step is b = momentum * 0 + g, the same as torch's
-    b = g. (Not with dampening, where torch's first step differs.) Also applies to tensors that ranks divide, whose
-    checkpoints are those of one process.
+    b = g. (Not with dampening, where torch's first step differs.) Applies also if ranks divide the weights: their SGD
+    is not fused, but its checkpoints must fit a run in one process.
     """
     if isinstance(optimizer, torch.optim.SGD):
         stands_for_fused = any(is_divided(group["params"][0]) for group in optimizer.param_groups)

@@ -240,7 +240,7 @@ def muon_groups(
 
 
 def groups_of_recipe(model: nn.Module, args: dict[str, Any], **shared: Unpack[GroupSettings]) -> list[Group]:
-    """Return ``muon_groups`` for the arguments of a recipe; removes those that the groups take from ``args``.
+    """Return ``muon_groups`` for the arguments of a recipe. Removes from ``args`` what is for the groups only.
 
     ``adjust_lr="match_rms_adamw"`` is designed for one learning rate, so ``adamw_lr`` is ``lr`` then.
     """

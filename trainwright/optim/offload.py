@@ -221,7 +221,7 @@ class _Host:
         (self.weight if self.landing is None else self.landing).copy_(parameter, non_blocking=True)
 
     def take_weight(self, master: Tensor | None) -> None:
-        """Update the master of a 16-bit weight, if it does not round to it; the transfer must be complete."""
+        """Copy a 16-bit weight to its master, where the master does not round to it; the transfer must be complete."""
         if self.landing is not None:
             known = self.weight if master is None else master
             self.weight.copy_(torch.where(known.to(self.landing.dtype) == self.landing, known, self.landing))
@@ -246,7 +246,7 @@ class _Host:
 class _Pieces:
     """Allocates host memory for the copies of parameters and gradients from large pieces.
 
-    torch rounds each page-locked allocation up to a power of two.
+    torch rounds each page-locked allocation up to a power of two, so one allocation per tensor would waste memory.
     """
 
     def __init__(self, parameters: Sequence[Tensor], *, pinned: bool) -> None:

@@ -1,6 +1,6 @@
 """Reads arguments of ``tw.fit``: unknown names, optimizers and schedules as objects, metrics, and ready batches.
 
-Also calls a named function that makes them, so that another process can build them again.
+Also calls a function that returns these arguments, and records its name, so that another process can call it again.
 """
 
 from __future__ import annotations

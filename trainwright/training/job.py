@@ -191,7 +191,7 @@ class Job:
 
     @property
     def replays_ranks(self) -> bool:
-        """True if ranks with copies of the model replay steps of each other, which must give the same bits."""
+        """True if ranks with full copies of the model replay each other's steps, to check that the bits are equal."""
         parallel, degrees = self.recipe.parallel, self.plan.degrees
         are_copies = has_doctor(self) and 1 < degrees.ranks == degrees.replicate
         is_alone = parallel.exact or parallel.sync_batchnorm or self.parts.custom.advance is not None
@@ -398,9 +398,9 @@ def prepare(
 ) -> Job:
     """Build and plan a run and do a dry run. Nothing is trained. Seeds or restores the random generators.
 
-    With several ranks, the first one decides. The batch of the dry run is the first one to be trained on, because a
-    stream is read only once. Measurements and choices of an ``earlier`` part of the run are kept, because other ones
-    would change the last bits of the results.
+    With several ranks, the plan and all decisions are those of the first one. The dry run takes the batch of the first
+    step, because a stream can be read only once. Measurements and choices of an ``earlier`` part of the run are kept,
+    because other ones would change the last bits of the results.
 
     Args:
         loaded: The recipe.
@@ -439,7 +439,7 @@ def _within_budget(loaded: Loaded, hardware: Hardware, ranks: int, earlier: Earl
 
 
 def _used_before(loaded: Loaded, request: Request, hardware: Hardware) -> Usage:
-    """Return what earlier processes of the run have used; nothing where the run has no known cost."""
+    """Return time and energy of earlier processes of the run; UNUSED if its cost is unknown, and on all ranks but 0."""
     if request.earlier is None or request.world.rank:
         return UNUSED
     has_cost = loaded.recipe.price or known_device(hardware.device) or _gpu_indices(hardware)
@@ -590,7 +590,7 @@ def _with_loss_of_logits(parts: Parts, plan: Plan) -> Parts:
 
 
 def open_data(made: MadeRun, recipe: Recipe, mesh: RankMesh, request: Request, hardware: Hardware) -> OpenedData:
-    """Read the first batch. Raises DataError if there is none."""
+    """Open the training data and read the first batch. Raises DataError if there is none."""
     state, plan = made.live.state, made.live.plan
     loading = build_loading(made.parts, recipe, plan, hardware.device, quarantine=state.quarantine, world=mesh.data)
     data, begin_s = training_batches(made.parts, loading, state.data, request.say), time.perf_counter()
@@ -747,7 +747,7 @@ class OpenedData(NamedTuple):
         resumed: How the stream reached its position; "" at the start of an epoch.
         loading: The settings for reading the data.
         start_s: Seconds until the first batch was available.
-        read_at_once: Batches that were read in this time.
+        read_at_once: Number of batches that were read in ``start_s``.
         reads_in_workers: True if other processes read the batches.
         depends_on_training: True if the loader depends on the training, so that nothing may be read ahead.
     """
@@ -786,7 +786,7 @@ def measure(job: Job, data: OpenedData, facts: RunFacts, kept: ResumedValues, as
     tried = _with_dry_run(job, facts, data.first, asked)
     reading, batches = _reading(job, data, tried.plan)
     timed = _with_times(replace(job, plan=tried.plan), reading, kept)
-    if job.state.step:  # the dry run has measured the loss of a model that was trained
+    if job.state.step:  # the run is resumed, so the loss of the dry run is not that of the initial weights
         timed = Timed(
             replace(timed.plan, predicted=replace(timed.plan.predicted, initial_loss=None)), timed.evaluation_cost
         )
@@ -972,7 +972,7 @@ def copy_first_weights(model: nn.Module, loss: object, world: World) -> None:
 def require_same_data(world: World, data: Mapping[str, str]) -> None:
     """Raise DataError if the data fingerprints in ``data`` differ between ranks.
 
-    Only fingerprints of the same kind are compared: not that of a partly read dataset with that of a full one.
+    A fingerprint of a partly read dataset is not compared with one of a fully read dataset.
     """
     prints = world.collect(dict(data))
     for name, first in prints[0].items():

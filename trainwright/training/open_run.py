@@ -108,7 +108,7 @@ HANG_TIMEOUT_FRACTION = 0.8
 class Process:
     """This process during a run: how it was started, all ranks, output and signals.
 
-    ``closing`` is undone when the run is over.
+    ``closing`` is closed when the run is over.
     """
 
     launch: Launch
@@ -140,7 +140,7 @@ class OpenRun:
     Attributes:
         batches: The batches to train on.
         step: The step function.
-        until: The completed fraction of the run.
+        until: Returns the completed fraction of the run.
         observers: Called after each step.
         evaluation: The evaluation that the plan schedules; None without a validation set.
         saving: Saves checkpoints.
@@ -209,7 +209,7 @@ def open_run(job: Job, place: HeldFolder, process: Process, extras: Sequence[Ext
     """Open log, doctor, evaluation and saving. Ranks other than the first open only what takes part in exchanges."""
     opened = _open_on_first(job, place, process, extras) if process.is_first else _open_on_other(job, place, process)
     with opened as run:
-        if job.accepted:  # else, after a kill before the next save, they would have to be accepted again
+        if job.accepted:  # save them now, or the user must accept the same differences again after an early kill
             run.saving(job.state)
         yield run
 
@@ -258,9 +258,7 @@ def _open_on_first(job: Job, place: HeldFolder, process: Process, extras: Sequen
             )
 
         progress.left_s, logbook.judge = left_s, judge
-        further = [
-            make(job, folder, progress) for make in extras
-        ]  # before hooks are registered: they may run the model
+        further = [make(job, folder, progress) for make in extras]  # before hooks: an extra may run the model
         steps = _instrumented(job, doctor, logbook)
         for each in job.built.observers:
             if isinstance(each, Generations):
@@ -384,7 +382,7 @@ def make_engine_session(job: Job, folder: RunFolder, say: Callable[[str], None])
         say=say,
         examine=job.recipe.log.examine,
         accumulation=job.plan.batch.accumulation,
-        keeps_last_steps=job.is_only_in_python,  # any step of a recipe can be trained again
+        keeps_last_steps=job.is_only_in_python,  # other runs can repeat any step from a checkpoint
         finds_spikes=job.recipe.spikes.policy == "warn",
         dataset=job.parts.train.origin,
     )
@@ -499,7 +497,7 @@ def _in_course(job: Job, whole: EvaluationBatches) -> ValidationSet:
 def _reported(each: ValidationSet, source: Unwrapped | None) -> ValidationSet:
     """Wrap both batch sequences of a validation set in one loader object."""
     loader = EngineLoader(None if source is None else source.origin)
-    part = ReportedBatches(loader, each.in_course)  # one object if both are one, so that the end is evaluated once
+    part = ReportedBatches(loader, each.in_course)  # if both are the same object, keep that: the end is evaluated once
     return ValidationSet(
         part, part if each.at_end is each.in_course else ReportedBatches(loader, each.at_end), each.count
     )
@@ -621,9 +619,9 @@ def _summed(squares: Tensor, parameters: Sequence[Tensor]) -> None:
 
 
 class Heartbeat:
-    """An observer; costs about 2 us per step.
+    """Observer that records the step in progress in the run's lock; takes about 2 us per step.
 
-    A step is in progress until the observers have run. So its evaluation is part of it, but saving is part of the next.
+    The evaluation after a step counts as a part of this step, but saving as a part of the next one.
     """
 
     def __init__(self, lock: RunLock, state: TrainState) -> None:
@@ -634,4 +632,4 @@ class Heartbeat:
         self._lock.beat(result.step + 1)
 
     def close(self) -> None:
-        """Do nothing: the lock belongs to its owner."""
+        """Do nothing: the code that took the lock releases it."""
