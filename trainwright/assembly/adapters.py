@@ -20,7 +20,7 @@ from trainwright.recipe import Lora
 NF4_BLOCK, NF4_SCALE_BLOCK, INT4_GROUP = 64, 256, 32
 """Weights per scale (nf4), scales per factor (nf4), and weights per scale (int4). Those of nf4 are as in QLoRA."""
 CODES, SCALES, FACTORS, MEAN = "codes_4bit", "scales_4bit", "factors_4bit", "mean_4bit"
-"""Names of the parameters; ``factors`` and ``mean`` are those of nf4 only.
+"""Names of the parameters of a 4-bit layer; only nf4 has ``factors`` and ``mean``.
 
 They are not buffers, because the engine copies buffers so that it can repeat a step.
 """
@@ -28,7 +28,7 @@ _NEEDED_FOR = "model.lora.quantize"
 
 
 class Linear4bit(nn.Linear):
-    """A frozen linear layer whose weight is kept in 4 bits, and computed when it is needed.
+    """A frozen linear layer whose weight is stored in 4 bits and dequantized in each forward and backward pass.
 
     ``weight`` is the full weight in the dtype of the original one. Two codes share a byte, the first in its high half.
     """

@@ -1,4 +1,4 @@
-"""Linear layers in low precision: their choice, fp8 for training, and rounding for quantization-aware training."""
+"""Linear layers that train in fp8 or MXFP8: which layers are converted, and their conversion by torchao."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Reads the contents of a verified checkpoint and rejects invalid contents before anything is loaded into a run.
 
-A matching hash proves that nothing was damaged since. It does not prove that the content was the state of a run.
+A matching hash proves that a file is not damaged. It does not prove that the file contains the state of a run.
 """
 
 from __future__ import annotations

@@ -32,11 +32,11 @@ class NotIsolated(Exception):
 
 @contextmanager
 def no_effects() -> Iterator[list[str]]:
-    """Prevent effects of this thread outside of the process. Yields the list of prevented effects, filled meanwhile.
+    """Prevent effects of this thread outside of the process. Yields a list, to which prevented effects are added.
 
     An effect raises NotIsolated. The code may catch that, so the caller must check the list. Garbage collection is
-    disabled meanwhile, because finalizers of the user's objects may have effects: the finalizer of a DataLoader's
-    iterator ends its workers.
+    disabled within the context, because finalizers of the user's objects may have effects: the finalizer of a
+    DataLoader's iterator ends its workers.
     """
     thread = threading.get_ident()
     if thread in _prevented:

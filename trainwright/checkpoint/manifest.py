@@ -42,7 +42,7 @@ def name_of(step: int) -> str:
 
 def step_of(path: Path) -> int | None:
     """Return the step in the name of a checkpoint's folder; None for other names."""
-    found = re.fullmatch(r"step-([0-9]{8,18})(\.old)?", path.name)  # step-100 is a name of other programs
+    found = re.fullmatch(r"step-([0-9]{8,18})(\.old)?", path.name)  # other programs write names such as step-100
     return int(found[1]) if found else None
 
 

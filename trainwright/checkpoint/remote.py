@@ -220,7 +220,7 @@ class CheckpointCopies:
         copies = self.place / CHECKPOINTS
         target = copies / name_of(step)
         self.place.fs.makedirs(target.path, exist_ok=True)
-        if self.place.fs.exists((target / MANIFEST).path):  # an older one: an incomplete copy would pass for complete
+        if self.place.fs.exists((target / MANIFEST).path):  # of an earlier copy; it would mark this one as complete
             self.place.fs.rm_file((target / MANIFEST).path)
         self._copy_small_files()
         for path in sorted(linked.iterdir()):

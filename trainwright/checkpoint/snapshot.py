@@ -18,7 +18,7 @@ from trainwright.checkpoint.shards import locals_of
 _PLAIN = (bool, int, float, str, type(None))
 _CONTAINERS = (list, tuple, dict)
 _MAX_ENTRIES = 256
-"""A longer list is a history, which a bundle does not contain."""
+"""A longer list is a history. It is not written to a bundle, the file from which ``replay`` repeats a step elsewhere."""
 TORCH_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
@@ -26,8 +26,8 @@ TORCH_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 class Snapshot:
     """The state before ``step``: weights, buffers, optimizers, generators, and all else that the step can reach.
 
-    ``attributes`` are the plain attributes of each module, which a bundle contains. ``reach`` is everything that was
-    reached; None in a snapshot that was read from a bundle.
+    ``attributes`` are the plain attributes of each module. ``reach`` is everything else that was reached. A bundle
+    (``replay.bundle``) stores the attributes only; a snapshot that was read from one has ``reach`` None.
     """
 
     step: int

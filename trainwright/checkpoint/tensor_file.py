@@ -68,9 +68,9 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
 def open_tensors(checkpoint: Path, part: str) -> Mapping[str, Tensor | StoredTensor]:
     """Return the tensors of "model" or "rest" by name: memory-mapped, or read when needed.
 
-    Only files that the manifest lists are opened: ``verify`` has seen no others.
+    Only files that the manifest lists are opened, because ``verify`` checks no others.
 
-    Raises CheckpointError for a file without safetensors, and other errors for an invalid shards.json.
+    Raises CheckpointError for a file in another format, and other errors for an invalid shards.json.
     """
     listed = read_manifest(checkpoint)["files"]
     if SHARDS in listed:

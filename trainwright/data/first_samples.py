@@ -30,9 +30,7 @@ def first_samples(dataset: AnyDataset, most: int, left_out: Collection[int] = ()
             sample = dataset[position]
         except TrainwrightError:
             raise
-        except (
-            Exception,
-            SystemExit,
-        ):  # the sample may be in the checkpoint's quarantine; else training raises the same error, with its id
+        except (Exception, SystemExit):
+            # training raises this error with the sample's id, unless the sample is in the checkpoint's quarantine
             continue
         yield sample

@@ -42,11 +42,11 @@ class UserGenerators:
 
     This is a context that is entered for each batch: inside, the global generators continue from the last draw of the
     pass. Python's state is copied as memory, and NumPy's generator is exchanged: tuples and arrays would take 180 us
-    per batch. The spare normal of ``np.random.randn`` is lost, at the same place in each run.
+    per batch. The normal number that ``np.random.randn`` has cached is lost, at the same place in each run.
     """
 
     def __init__(self, seed: int) -> None:
-        self._back = self._give_back  # created once, because each call between two steps is slow
+        self._back = self._give_back  # one bound method, instead of a new one in each step
         self._numpy = np.random.MT19937()  # takes 150 us to create, 3 us to seed
         self.seed(seed)
 
@@ -98,7 +98,7 @@ class UserGenerators:
 
 
 class EpochGenerators:
-    """States of the global generators like UserGenerators, but with NumPy's spare normal.
+    """States of the global generators like UserGenerators, including the normal number that NumPy has cached.
 
     Entering and leaving takes 180 us, once per step.
     """
@@ -152,7 +152,7 @@ class HeldGenerators:
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
-        """Context that leaves no trace in the generators."""
+        """Context that restores the generators at its end."""
         states = self.read()
         try:
             yield
@@ -184,7 +184,7 @@ _SEEDED = (torch.Generator, random.Random, np.random.RandomState, np.random.Gene
 
 @singledispatch
 def _seed(generator: object, _seed: int) -> None:
-    """Seed a generator of one of these classes."""
+    """Seed a generator in place; each class of generators has a function below."""
     raise TypeError(f"{type(generator).__name__} is not seeded")
 
 

@@ -149,7 +149,7 @@ class _Watch:
     requested: Sequence[Key]
 
     def dead(self, *, wait: bool) -> BaseProcess | None:
-        """Return a worker that has ended. ``wait``: a socket broke, so one is about to end."""
+        """Return a worker that has ended, or None. ``wait``: wait for one up to 1 s, because its socket is broken."""
         until_s = time.monotonic() + (2 * POLL_S if wait else 0.0)
         while True:
             if ended := next((each for each in self.workers if not each.is_alive()), None):
@@ -243,7 +243,7 @@ def _report(
     error: BaseException,
     trace: TracebackType | None,
 ) -> None:
-    """Suppress errors of a socket that broke because the trainer was killed: a thread passes memory over it."""
+    """Report an error, unless the trainer was killed, which breaks the socket that passes shared memory to it."""
     until_s = time.monotonic() + POLL_S
     while isinstance(error, ConnectionError | EOFError) and time.monotonic() < until_s:
         if os.getppid() != trainer:

@@ -197,7 +197,7 @@ class _Chunked(torch.autograd.Function):
 
 
 def _scaled(made: Tensor, grad: Tensor, *, in_place: bool = False) -> Tensor:
-    """Multiplies a gradient by the 0-d ``grad``, in the dtype of ``grad``: a rounded ``grad`` changes all elements."""
+    """Multiply a gradient by the 0-d ``grad``, in the dtype of ``grad``: rounding it would affect all elements."""
     if in_place and made.dtype == grad.dtype:
         return made.data.mul_(grad)
     return (made.to(grad.dtype) * grad).to(made.dtype)

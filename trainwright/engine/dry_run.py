@@ -40,7 +40,7 @@ MAX_COPIED_BYTES = 64 * 2**20  # size of the weights; their gradients and each m
 LONG_DRY_RUN_S = 2.0  # for all modes together; beyond it, more rounds cost more time than they are worth
 RUNS_PER_ROUND = 2  # with several modes: the first run after a change of the thread count is slower
 MAX_ROUNDS = 8  # the median hardly changes after this many
-CLOSE_RATIO = 1.15  # of a ResNet that bf16 makes 1.1x as fast, 4 rounds measured 1.03 to 1.16, 8 rounds 1.07 to 1.2
+CLOSE_RATIO = 1.15  # for a ResNet that is 1.1x as fast in bf16, 4 rounds measured 1.03 to 1.16, 8 rounds 1.07 to 1.2
 _PARTS = {  # tensors inside a sparse tensor, by layout
     torch.sparse_coo: ("_indices", "_values"),
     **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")),
@@ -86,9 +86,10 @@ class DryRun:
 def state_restored(state: TrainState, *used: object, compiled: bool = False) -> Iterator[None]:
     """Restore everything that a forward and backward pass can change, and clear gradients.
 
-    ``used`` are functions and objects that are called besides the model and its loss. ``compiled`` code runs compiled:
-    the compiler may then write files, so a dry run must have shown that the model does not. Weights larger than
-    ``MAX_COPIED_BYTES`` are not copied: a model that writes to them in its forward pass is not supported.
+    ``used`` are functions and objects that are called besides the model and its loss. With ``compiled``, torch.compile
+    is active and files may be written, because the compiler writes some. An uncompiled dry run must have shown before
+    that the model writes none. Weights larger than ``MAX_COPIED_BYTES`` in total are not copied: a model that writes to
+    them in its forward pass is not supported.
 
     Raises:
         NotIsolated: State that cannot be restored is reachable or was changed.
@@ -283,7 +284,7 @@ def _measure_first_forward(state: TrainState, batch: StepBatch, loss_fn: LossFn)
     outputs: list[int] = []
 
     def pack(tensor: Tensor) -> Tensor:
-        is_weight = isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter)  # full, gathered by FSDP
+        is_weight = isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter)  # also if FSDP gathers
         for storage in _storages(tensor):
             if storage.data_ptr() not in own and not is_weight:
                 storages[storage.data_ptr()] = storage.nbytes()

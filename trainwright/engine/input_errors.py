@@ -248,3 +248,4 @@ _RULES: tuple[Callable[[_Call], str], ...] = (
     _binary,
     _shapes,
 )
+"""Each returns the remedy for one cause, or "" if this is not the cause."""

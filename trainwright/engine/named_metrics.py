@@ -373,7 +373,7 @@ class LossPerplexity:
         self._mean.add(loss.total.detach(), loss.weight)
 
     def update(self, outputs: object, targets: object) -> None:
-        """Needs no outputs."""
+        """Do nothing: ``take_loss`` receives all that is needed."""
 
     def compute(self) -> float:
         """Return the value over the batches so far; NaN if there were none."""

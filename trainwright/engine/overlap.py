@@ -1,8 +1,8 @@
 """Overlaps the all-reduce of gradients with the last backward pass of a step.
 
 As in torch's DistributedDataParallel, hooks that run after the accumulation of each gradient fill buckets, and complete
-buckets are all-reduced asynchronously. The weights of the ranks are exchanged before the backward pass, when the last
-loss is known. Therefore the sums equal those of ``World.sum_`` after the pass.
+buckets are all-reduced asynchronously. The loss weights of the ranks are exchanged before the backward pass, when the
+last loss is known. Therefore the sums equal those of ``World.sum_`` after the pass.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from trainwright.errors import RankError
 
 MIN_BUCKETS = 12
 """Minimum number of buckets, unless they get too small. The link is idle until the first bucket is complete, and the
-last bucket is sent after the pass. These two are 4 and 7 % of a small GPT with 12 buckets, 11 and 12 % with 8. On gloo,
-a bucket costs each rank about 0.25 ms of processor time, so even more buckets hide less in a pass of 50 ms."""
+last bucket is sent after the pass. In a small GPT, these two have 4 and 7 % of the weights with 12 buckets, 11 and 12 %
+with 8. On gloo, a bucket costs each rank about 0.25 ms of CPU time, so more buckets do not pay in a pass of 50 ms."""
 MIN_BUCKET_BYTES = 2**18
 """Minimum size of a bucket. The all-reduce of a smaller one is dominated by latency."""
 
@@ -84,7 +84,7 @@ class OverlappedSum:
             self._on_error = None
 
     def _report_failure(self) -> None:
-        self._world.least(0)
+        self._world.least(0)  # the other ranks call this in ``last_backward``
 
     @contextmanager
     def last_backward(self, state: TrainState, done: Accumulated, device: torch.device) -> Iterator[Accumulated]:

@@ -47,7 +47,7 @@ class Peers:
         self._is_off = False
 
     def step_begins(self, state: TrainState, batch: StepBatch, parameters: Sequence[Tensor]) -> None:
-        """Replays the batches of the ranks before this one, if the step is due, and records the gradients of the step.
+        """Replay the batches of the ranks before this one, if the step is due, and record the gradients of the step.
 
         ``parameters`` gives the order of the checksums. The checksum of a parameter that is not trained is 0.
         The replays come first, because no gradients are in memory then. The step seeds the generators afterwards.
@@ -73,23 +73,23 @@ class Peers:
     def _replay(self, state: TrainState, batch: StepBatch) -> None:
         clear_grads(state.optimizer)
         try:
-            with collecting(None):  # the figures of ``tw.log`` in a replay are of no interest
+            with collecting(None):  # drops the figures of ``tw.log``, which the step logs itself
                 accumulate(state, batch, self._loss_fn, self._precision)
         except Exception:  # out of memory: the samples of another rank may be larger
             return
         self._replays.append(start_checksums([None if p is None else p.grad for p in self._parameters]))
 
     def _record(self, parameter: Tensor) -> None:
-        """Reads a gradient. Runs before the hook that sums it over the ranks, which is registered later."""
+        """Start the checksum of a gradient. Runs before the hook that sums it over the ranks, which is added later."""
         self._own[id(parameter)] = start_checksums([parameter.grad])
 
     def gradients_are_cleared(self) -> None:
-        """The passes of the step begin. A second attempt after an out-of-memory error may split the batch."""
+        """Count the attempts of a step. A second one, after an out-of-memory error, may split the batch."""
         self._num_attempts += 1
         self._own.clear()
 
     def step_ends(self) -> list[Checksums]:
-        """Returns the checksums of this rank's gradients, then those of each replay.
+        """Return the checksums of this rank's gradients, then those of each replay.
 
         Returns [] if the step was not due, a replay failed, or the passes of the step began more than once.
         """
@@ -105,7 +105,7 @@ class Peers:
 
 
 def _on(device: torch.device, batch: StepBatch) -> StepBatch:
-    """Returns the micro-batches on another device, without the position in the data."""
+    """Return the micro-batches on another device, without the position in the data."""
     micro = tuple(
         each._replace(data=tree_map_only(Tensor, lambda tensor: tensor.to(device), each.data)) for each in batch.micro
     )

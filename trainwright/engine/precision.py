@@ -21,8 +21,8 @@ class Precision:
     """Precision of the forward pass and the loss.
 
     fp32 and tf32 run without autocast; bf16 and fp16 run under autocast. fp8 and mxfp8 use bf16 autocast: the linear
-    layers cast their operands themselves, see ``assembly.fp8``. Weights, gradients and optimizer state stay in fp32 in
-    every mode.
+    layers cast their operands themselves, see ``assembly.linear_layers``. Weights, gradients and optimizer state keep
+    their dtype (fp32 for most models) in every mode.
 
     Attributes:
         name: The mode.

@@ -97,7 +97,7 @@ def fill_missing(optimizer: Optimizer, world: World) -> None:
 def sum_grads(grads: Sequence[Tensor], world: World, copies: World | None) -> None:
     """Sum gradients over the ranks, those of divided experts only over the ranks that have the same experts.
 
-    Their gradients already contain the tokens of all ranks among which the experts are divided.
+    The gradients of divided experts already include the tokens of all ranks among which the experts are divided.
     """
     world.sum_(locals_of(grad for grad in grads if copies is None or not is_divided(grad)))
     if copies is not None:

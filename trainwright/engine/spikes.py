@@ -138,9 +138,8 @@ class SpikeGuard:
     def _why_undone(self, spike: Spike) -> str:
         step = self._kept[0].step
         reason = f"spike in step {spike.step}: back to the state after step {step}"
-        is_nearer = (
-            len(self._kept) == 1 or step % STEPS_BETWEEN_STATES != 0
-        )  # more recent than in a run that was not interrupted
+        # an uninterrupted run would have an earlier state
+        is_nearer = len(self._kept) == 1 or step % STEPS_BETWEEN_STATES != 0
         if 0 < step == self._first_step and is_nearer:
             reason += ", where this process began: it holds no earlier state"
         return reason

@@ -98,7 +98,7 @@ class StagedPasses:
         self._stages.ends.sum_(locals_of(p.grad for p in self._tied(model) if p.grad is not None))
 
     def counted(self, model: nn.Module, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """Return the gradients of which this stage counts the norm: a tied weight counts on the first stage."""
+        """Return the gradients that count in the norm of this stage; tied weights count on the first stage only."""
         elsewhere = set() if self._stages.is_first else {id(p) for p in self._tied(model)}
         return [p.grad for p in parameters if p.grad is not None and id(p) not in elsewhere]
 

@@ -185,7 +185,7 @@ def embedding_noise(model: nn.Module, inputs: Mapping[str, Any], alpha: float) -
     The noise of a sample of L tokens is in +-alpha / sqrt(L * D) (https://arxiv.org/abs/2310.05914). It is drawn from
     the random generators of the step, so a replayed step has the same noise.
 
-    Raises UsageError for a model that does not tell its input embeddings.
+    Raises UsageError for a model without ``get_input_embeddings``.
     """
     if not alpha or not model.training:
         yield

@@ -18,7 +18,7 @@ Passes: TypeAlias = Callable[[TrainState, StepBatch], object]
 
 
 class StepWitness(Protocol):
-    """Called during a step, for facts that an observer cannot know afterwards: the batch, the generators at its begin.
+    """Called during a step, for facts that an observer cannot get afterwards, such as the generators at its start.
 
     Each method is called right before the operation that it names, on the thread that trains. Implementations only
     read, and never raise: an exception would end the step.

@@ -62,7 +62,7 @@ def global_norm(grads: list[Tensor]) -> Tensor:
     """
     if _are_uniform(grads):  # then none is divided
         norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
-        return norm.detach() if norm.requires_grad else norm  # cheaper than a context, and rarely needed
+        return norm.detach() if norm.requires_grad else norm  # cheaper than a no_grad context in each step
     return _norm_of_parts(grads) if any(is_divided(grad) for grad in grads) else get_total_norm(grads)
 
 
@@ -146,7 +146,7 @@ def _clip_adaptively(at: float, parameters: Sequence[Tensor]) -> None:
 
 
 def _unit_norms(weight: Tensor) -> Tensor:
-    """Return the norms of this rank's rows, if ranks divide them."""
+    """Return the norm of each unit (row) of a weight, or of a bias as a whole; only rows on this rank if divided."""
     dims = tuple(range(1, weight.dim())) or None
     norm: Tensor = torch.linalg.vector_norm(local(weight), dim=dims, keepdim=dims is not None)
     if not is_divided(weight):

@@ -72,8 +72,8 @@ def param_groups(
     names applies; a tied parameter has several names and is in one group. Parameters keep the model's order. Groups are
     ordered by their first parameter. Frozen parameters are left out.
 
-    In a muP model (``fan_in_ratios()``, as in ``models.gpt``) the learning rate of a weight is divided by the growth of
-    its fan-in. Its weight decay is multiplied by the same factor, because AdamW multiplies the two.
+    In a muP model (``fan_in_ratios()``, as in ``models.gpt``) the learning rate of a weight is divided by the ratio of
+    its fan-in to that in the base model. Its weight decay is multiplied by it, because AdamW multiplies the two.
 
     Raises:
         UsageError: Nothing is trainable, a rule matches no trainable parameter, or a rule scales a learning rate that
@@ -126,7 +126,7 @@ def matches(pattern: str, names: Sequence[str]) -> bool:
 
 
 def fan_in_ratios(model: nn.Module) -> dict[int, float]:
-    """Return the growth of the fan-in of weights by ``id``, for a model in muP."""
+    """Return the fan-in of each weight relative to the base model, by ``id``; empty for a model without muP."""
     ratios: dict[nn.Parameter, float] = getattr(unwrapped(model), "fan_in_ratios", dict)()
     return {id(parameter): ratio for parameter, ratio in ratios.items()}
 

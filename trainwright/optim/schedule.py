@@ -1,7 +1,7 @@
 """Learning-rate schedules: pure functions of the position in the run, without scheduler state to save.
 
 A schedule maps (``step``, ``fraction``) to the factor on every base learning rate. ``step`` is the number i of
-completed optimizer steps before this update (0 for the first one), ``fraction`` the completed fraction of the run, 0..1.
+optimizer steps completed before this update (0 for the first one), ``fraction`` the completed fraction of the run.
 
 With ``total`` (steps of the run) everything is counted in steps and ``fraction`` is ignored; a fraction s of the run is
 round(s * total) steps. ``total=None`` means that the run is budgeted in time: spans use ``fraction``.

@@ -28,7 +28,7 @@ class SteppedSchedule:
     """Uses torch's schedulers as a schedule of the engine. Each is stepped every ``every`` steps.
 
     ReduceLROnPlateau is stepped by ``evaluated``. A checkpoint contains the state of the schedulers, which determines
-    the learning rates. Changes of the rates after that are kept in memory, so that a replayed step has the same rates.
+    the learning rates. Later changes of the rates are kept in memory, so that a replayed step has the same rates.
     """
 
     def __init__(self, optimizer: Optimizer, schedulers: Sequence[LRScheduler], every: int = 1) -> None:

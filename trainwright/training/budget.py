@@ -69,7 +69,7 @@ def _require_rest(until: Duration, used: float) -> None:
 
 
 def for_energy(limit_kwh: float, used_kwh: Callable[[], float], clock: Callable[[], float] = time.monotonic) -> Until:
-    """Return a length for a run that ends after it has used ``limit_kwh``."""
+    """Return the ``until`` of a run that ends after it has used ``limit_kwh``."""
     due_s, fraction = clock(), 0.0
 
     def until(_state: TrainState) -> float:

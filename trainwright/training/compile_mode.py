@@ -60,7 +60,7 @@ def with_compile_mode(job: Job, earlier: Earlier | None) -> Job:
     key, found = _key(job, first), dict[str, float]()
     file = cache_folder() / "compile" / f"{key}.json"
     left_s = (training_time_s(plan) or 0.0) * (1 - until_of(plan)(job.state))
-    limit_s = MAX_TRIAL_FRACTION * left_s if plan.predicted.step_s else 0.0  # a dry run has left no trace
+    limit_s = MAX_TRIAL_FRACTION * left_s if plan.predicted.step_s else 0.0  # without a dry run, a trial is not safe
     if earlier is not None:
         mode, why = _mode_in(earlier.resolved) or "default", "as in the earlier part of the run"
     elif job.recipe.deterministic:
@@ -156,7 +156,7 @@ def _measured(job: Job, first: StepBatch, limit_s: float) -> tuple[dict[str, flo
 
 
 def _compile(model: nn.Module, mode: str) -> dict[nn.Module, Any]:
-    """Compile again, in ``mode`` and at the next call, what is compiled. Return the compiled calls by module."""
+    """Let the compiled modules be compiled again in ``mode`` at their next call. Return their calls by module."""
     modules = [each for each in model.modules() if each._compiled_call_impl is not None]
     for module in modules:
         compile_in_place(module, mode=mode)

@@ -34,7 +34,7 @@ FULL_PRECISIONS = (None, "auto", "fp32", "tf32")
 
 
 def no_loss(model: nn.Module, batch: Batch) -> Loss:  # noqa: ARG001 - see ``takes_model``
-    """Stand for the loss of a run that has none. Raises UsageError when called."""
+    """Placeholder for the loss of a run that has none. Raises UsageError when called."""
     raise UsageError(
         "the run has a custom step and no loss to evaluate with",
         remedy="pass both: tw.fit(model, data, loss, advance=step)",
@@ -250,7 +250,7 @@ def _schedule_notes(plan: Plan, recipe: Recipe, schedule: ScheduleFn | SteppedSc
 
 
 def measured_state(offload: bool | str | None, measured: int | None) -> dict[str, int]:
-    """Return the measured memory of the optimizer state in bytes; empty if it was not measured."""
+    """Return the measured device memory of the optimizer state in bytes; empty if not measured, or if offloaded."""
     if measured is None or offload is True:
         return {}
     return {"optimizer": measured}

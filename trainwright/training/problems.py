@@ -211,7 +211,7 @@ class _Examination:
             wrong = list(wrong_args(optimizer.use, optimizer.args))
             self.problems.found += wrong
             if not wrong:
-                with self._at("optimizer"):  # invalid values, whatever the model is
+                with self._at("optimizer"):  # finds invalid values; any model will do
                     make_optimizer(
                         optimizer.use,
                         nn.Linear(2, 2),

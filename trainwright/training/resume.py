@@ -192,7 +192,7 @@ class Earlier:
         if self.checkpoint is None:
             return compare(then, requested, step=0, mismatches=[])
         found = mismatches(state, self.checkpoint)
-        with raising_checkpoint_error(self.checkpoint):  # a recipe or a provenance that no run has written
+        with raising_checkpoint_error(self.checkpoint):  # the stored recipe or provenance may be invalid
             return compare(then, requested, step=step_of(self.checkpoint) or 0, mismatches=found)
 
 

@@ -152,7 +152,7 @@ def process_of_run(
     """Join the ranks, handle signals and open the output. Restores the settings of the process afterwards."""
     recipe = loaded.recipe
     with (
-        ExitStack() as listening,  # handles signals until all else is undone: by default they end the process
+        ExitStack() as listening,  # closed last: without a handler, a signal would end the process during the cleanup
         process_settings(seeds=parts is None or parts.custom.generators is None),
         joined(launch, recipe.parallel.timeout.value, on_gpu=recipe.device != "cpu") as ranks,
     ):

@@ -23,7 +23,7 @@ from trainwright.training.fit import FitOptions, ModelLike, RunOptions, fit_obje
 
 
 class Built(NamedTuple):
-    """A recipe and its live objects; None for the objects that the recipe names."""
+    """A recipe and its live objects; ``parts`` is None if the recipe names them."""
 
     loaded: Loaded
     parts: Parts | None
