@@ -1,4 +1,4 @@
-"""Adapters of a recipe: adds them to a model, and merges them into weights of a checkpoint."""
+"""Adds the adapters of a recipe (LoRA) to a model, and merges adapters into the weights of a checkpoint."""
 
 from __future__ import annotations
 
@@ -93,8 +93,8 @@ def _levels(device: torch.device) -> Tensor:
 def quantize_linear_layers(model: nn.Module, kind: str) -> tuple[list[str], list[str]]:
     """Replace the linear layers of ``model`` by 4-bit layers, in place, except for the output layer.
 
-    Returns the names of the replaced layers, and of the ``nn.Linear`` layers whose inputs do not fit. Layers stay as
-    they are if 64 (nf4) or 32 (int4) does not divide their inputs, or if they are not ``nn.Linear``.
+    Returns the names of the replaced layers, and of those whose number of inputs is not a multiple of 64 (nf4) or 32
+    (int4), which stay unchanged. Layers of a subclass of ``nn.Linear`` stay unchanged, too.
 
     Raises:
         UsageError: No layer can be quantized.
@@ -163,7 +163,7 @@ def _empty_codes(weight: Tensor) -> Tensor:
 
 
 def _has_no_values(weight: Tensor) -> bool:
-    """Return True for fake tensors and the meta device, of which only the sizes count."""
+    """Return True for fake tensors and tensors on the meta device."""
     return weight.is_meta or type(weight.data) is not Tensor
 
 

@@ -118,7 +118,7 @@ class Parts:
 
 @contextmanager
 def at_recipe(source: Source, path: str) -> Iterator[None]:
-    """Context that adds the place in the recipe to errors."""
+    """Context that adds the file and line of the recipe to errors."""
     where = source.where
     try:
         yield
@@ -182,7 +182,7 @@ def build_model(loaded: Loaded, train: Unwrapped | None = None) -> tuple[nn.Modu
         got, remedy = type(model).__name__, "return the module from it"
         raise RecipeError(Problem("model.use", "must give an nn.Module", got, remedy, where("model.use")))
     if recipe.model.use in MODELS and pretrained_of(model) is None:
-        vars(model)["newly_initialized"] = True  # for the doctor: adapters need pretrained weights
+        vars(model)["newly_initialized"] = True  # the doctor reports adapters on weights that are not pretrained
     return model, notes
 
 
@@ -190,7 +190,7 @@ def prepare(parts: Parts, loaded: Loaded, device: torch.device, planned: Checkpo
     """Apply the recipe to a model: LoRA, freezing, 8-bit layers, activation checkpointing, device, compile.
 
     ``planned`` is the activation checkpointing of the plan, if the recipe leaves it to the plan. Raises RecipeError,
-    also for a quarantine beyond the training set.
+    also if ``data.quarantine`` has positions beyond the training set.
     """
     recipe = loaded.recipe
     model = parts.model
@@ -487,7 +487,7 @@ def _evaluation_size(parts: Parts, val: Unwrapped, ask: Evaluation, loading: Loa
 
 
 def _resume_notes(train: Unwrapped) -> Iterator[Note]:
-    """Yield notes on how exactly a run can be resumed, if the order is not Trainwright's."""
+    """Yield notes on how exactly a run can be resumed, if the user's data determine the order."""
     if isinstance(train.dataset, ReadyBatches):
         kind = train.dataset.kind
         why = "a resume reads them again up to where it was, and compares"
@@ -550,7 +550,7 @@ def require_in_set(train: Unwrapped, loaded: Loaded) -> None:
 
 
 def _with_classes(loaded: Loaded, train: Unwrapped | None) -> tuple[dict[str, object], tuple[Note, ...]]:
-    """Return the arguments of the model, with the number of classes or ids of the dataset added if missing."""
+    """Return the arguments of the model; if missing, the dataset's number of classes or token ids is added."""
     ask, args = loaded.recipe.model, dict(loaded.recipe.model.args)
     accepted = parameters_of(find(ask.use, MODELS, "model", loaded.source))
     name = next((n for n in ("vocab_size", "classes") if n in accepted), None)

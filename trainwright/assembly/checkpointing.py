@@ -38,7 +38,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 """ATen operators by family. Any other operator is a separate family: ``"gelu"``, ``"native_layer_norm"``."""
 _FAMILY_OF = {f"aten::{op}": family for family, ops in FAMILIES.items() for op in ops}
 _CASTS = ("_to_copy", "clone", "detach")
-"""Operators whose number of calls may differ in the second run, because autocast caches the casts of weights."""
+"""Operators whose number of calls may differ in the recomputation, because autocast caches the casts of weights."""
 
 
 @cache
@@ -88,7 +88,7 @@ class _Saved(NamedTuple):
 
 
 class _SaveOutputs(TorchDispatchMode):
-    """The first run: stores outputs in ``saved``, by site."""
+    """Dispatch mode of the first run, in the forward pass: stores outputs in ``saved``, by site (see ``KeepRule``)."""
 
     def __init__(self, keep: Sequence[str], saved: dict[str, _Saved]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -123,7 +123,7 @@ class _SaveOutputs(TorchDispatchMode):
 
 
 class _ReuseOutputs(TorchDispatchMode):
-    """The second run: returns each saved output once. A third run computes the outputs again."""
+    """Dispatch mode of the second run, in backward: returns each saved output once. A third run computes it again."""
 
     def __init__(self, keep: Sequence[str], saved: dict[str, _Saved]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -247,7 +247,7 @@ def _set_host_generators(states: tuple[tuple[Any, ...], object]) -> None:
 
 
 SELECTIVE = ("matmul", "convolution", "attention")
-"""The policy ``selective``: outputs that cost many FLOPs are saved, those that cost memory traffic are not."""
+"""The policy ``selective``: outputs that take many FLOPs are saved; memory-bound operators are computed again."""
 Contexts = tuple[AbstractContextManager[object], AbstractContextManager[object]]
 
 
@@ -278,7 +278,7 @@ def apply_checkpointing(model: nn.Module, checkpointing: Checkpointing) -> int:
     """Apply activation checkpointing to the blocks of a model; return the number of blocks that have it.
 
     Replaces earlier activation checkpointing. It is active in training mode with gradients enabled. Names in the state
-    dict do not change. Models of ``transformers`` use their switch, which also turns off the cache of past keys.
+    dict do not change. Models of ``transformers`` are switched by their own method, which also disables the KV cache.
 
     Raises:
         UsageError: The model has no blocks, or not as many as ``checkpointing`` specifies.
@@ -335,7 +335,7 @@ class Region:
         if self.keep is not None:
             self.block.forward = partial(_forward, self, forward)
         elif getattr(forward, "__func__", None) is not type(self.block).forward:
-            self.block.forward = forward  # an instance attribute that existed before
+            self.block.forward = forward  # restores an instance attribute of the user
 
     def run(self, forward: Callable[..., object], *args: object, **kwargs: Any) -> object:
         """Return ``forward(*args, **kwargs)`` under activation checkpointing."""
@@ -372,7 +372,7 @@ def _hugging_face_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def _switch_hugging_face(model: nn.Module, regions: Sequence[Region]) -> None:
-    """Use the switch of ``transformers``, whose name changed in 5.x; it also turns off the cache of past keys."""
+    """Switch checkpointing by the model's own method, which also disables the KV cache; its name changed in 5.x."""
     on = any(region.keep is not None for region in regions)
     verb = "enable" if on else "disable"
     for module in model.modules():

@@ -166,8 +166,9 @@ def keep_stage(model: Any, blocks: set[int], *, is_first: bool, is_last: bool) -
 def hold_shared(model: nn.Module, places: Sequence[tuple[str, str]], owners: Mapping[str, nn.Module]) -> str:
     """Return the name of a tied weight on this stage; "" if no other stage has it, or this one does not.
 
-    ``places`` are its places in the full model, (module, parameter), and ``owners`` are these modules. If the first of
-    them is on another stage, the weight is held under that name, too, so that the names in a checkpoint do not change.
+    ``places`` are its places in the full model, as names of (module, parameter); ``owners`` are these modules by name.
+    If its first place is on another stage, the weight is registered under that name, too, so that the names in a
+    checkpoint do not change.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     here = [place for place in places if modules.get(place[0]) is owners[place[0]]]
@@ -186,7 +187,7 @@ def hold_shared(model: nn.Module, places: Sequence[tuple[str, str]], owners: Map
 
 
 def _without_contents(module: nn.Module) -> nn.Module:
-    """Return a module of the same class, which an optimizer may treat separately, as it does embeddings."""
+    """Return an empty module of the same class, because an optimizer may treat its class (embeddings) separately."""
     empty = copy(module)
     empty._parameters, empty._buffers, empty._modules = {}, {}, {}
     return empty

@@ -32,10 +32,10 @@ TRANSFORMERS_STAGES: Mapping[str, Mapping[str, StageStyle]] = {
         "lm_head": "last",
     }
 }
-"""Plans by model type that ``transformers`` lacks."""
+"""Tables by ``model_type``, for models of ``transformers`` without a ``_pp_plan``."""
 MAX_POSITIONS_TRIED = 16
 MAX_RELATIVE_DIFFERENCE = 1e-5
-"""Maximum difference of the stages from the full model, relative to the largest output: the operators are the same."""
+"""Maximum difference of the stages from the full model, relative to the largest output. Only rounding may differ."""
 _EXAMPLE_TABLE = "parallel.stages: {embed: first, 'layers.*': block, norm: last, head: last}"
 _SHARD_REMEDY = "or use parallel.shard, which divides any model"
 

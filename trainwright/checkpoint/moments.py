@@ -22,9 +22,8 @@ def moments(model: nn.Module, optimizer: Optimizer) -> StateDict:
     """Return the optimizer's ``state`` and ``param_groups`` by parameter name, its class and its defaults.
 
     A parameter that does not belong to the model is named by its position: ``#3``. With several optimizers, the
-    classes, the defaults and the state that belongs to no parameter are stored in the order of the optimizers. The base
-    learning rate is stored, not the scheduled one, which follows from the step and, at a save, may already be that of
-    the next step.
+    classes, the defaults and the state that belongs to no parameter are stored in the order of the optimizers. The
+    stored learning rate is the base one. The scheduled one follows from the step.
     """
     if isinstance(optimizer, ChainedOptimizer):
         return _joined([moments(model, part) for part in optimizer.parts])
@@ -118,8 +117,8 @@ def parameter_names(model: nn.Module, optimizer: Optimizer) -> list[str]:
 def _continued(group: Mapping[str, Tree], names: list[str], saved: Mapping[str, Tree], built: StateDict) -> StateDict:
     """Return the group as built, with the counters of the saved group that has the same parameters.
 
-    Names do not distinguish counters from options. If the default of an option differs from the saved one, the user
-    changed it, and it keeps its new value.
+    Counters cannot be told from options by their names, so all saved values are used, except those of options that a
+    recipe sets, and of options whose default has changed since the save: the user has changed these.
     """
     before: StateDict = next((each for each in saved["param_groups"] if not set(names).isdisjoint(each["params"])), {})
     changed = {key for key, value in built.items() if value != saved["built"].get(key, value)}

@@ -1,4 +1,4 @@
-"""Names of the parts of a run: paths as the author of the model writes them, unique among several models."""
+"""Names of modules and parameters: paths as the author of the model writes them, unique among several models."""
 
 from __future__ import annotations
 

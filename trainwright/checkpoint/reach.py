@@ -189,7 +189,7 @@ class ReachableState:
             self._parts.pop(key, None)
 
     def has_room_for(self, num_bytes: int) -> bool:
-        """Return True if ``num_bytes`` may be copied, and count them."""
+        """Return True if ``num_bytes`` more bytes may be copied, and add them to the total."""
         if not self._copies or self.num_bytes + num_bytes > MAX_COPIED_BYTES:
             return False
         self.num_bytes += num_bytes

@@ -168,7 +168,7 @@ class CheckpointCopies:
         return self._work is not None and not self._work.done()
 
     def close(self, *, waits: bool = True) -> list[str]:
-        """Wait for the last copy. Returns the messages since the last call."""
+        """End the copying, after the last copy if ``waits``. Returns the messages since the last call."""
         if waits and self._work is not None:
             wait([self._work])
         self._thread.shutdown(wait=waits, cancel_futures=True)

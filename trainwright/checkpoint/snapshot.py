@@ -18,7 +18,7 @@ from trainwright.checkpoint.shards import locals_of
 _PLAIN = (bool, int, float, str, type(None))
 _CONTAINERS = (list, tuple, dict)
 _MAX_ENTRIES = 256
-"""A longer list is a history. It is not written to a bundle, the file from which ``replay`` repeats a step elsewhere."""
+"""Longer lists count as a history and are not written to a bundle (``replay.bundle``)."""
 TORCH_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
@@ -74,7 +74,7 @@ class LiveObjects:
         )
 
     def buffers(self) -> list[tuple[nn.Module, str]]:
-        """Return the place of every buffer, in order."""
+        """Return (module, name) of every buffer, in order."""
         return [(module, name) for module in self.modules for name in module._buffers.keys()]  # noqa: SIM118  torch.jit
 
     @property

@@ -86,7 +86,7 @@ class InProgress:
             self._pid[info.id] = os.getpid()
 
     def begin(self, first: int, count: int = 1) -> None:
-        """Record that ``count`` samples are being read together; 0: done."""
+        """Record that ``count`` samples from ``first`` on are being read together; 0: none."""
         if self._first and (info := get_worker_info()):
             self._first[info.id], self._count[info.id] = first, count
 

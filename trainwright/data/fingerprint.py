@@ -24,9 +24,9 @@ MAX_ITEMS_FULLY_READ = 256  # datasets up to this size are read completely
 SAMPLED_ITEMS = 64
 MAX_BYTES_FULLY_HASHED = 2**30  # tensors up to this size are hashed completely, in about a second
 MAX_READING_S = 2.0
-"""No further items are read if that would probably take longer than this."""
+"""Estimated total time, in seconds, above which no further items are read."""
 LIMIT_S = 10.0
-"""If not even the first items are read within this time, none is used."""
+"""Time limit for reading, in seconds. If not even the first items are read in time, the hash covers none."""
 _GROWTH = 4
 _CHECK_COUNTS = (4, 16, 64)
 """Numbers of items after which to check if there is time for ``_GROWTH`` times as many.

@@ -1,4 +1,4 @@
-"""The first samples of a training set, from which a plan is made. A separate process reads them first."""
+"""Reads the first samples of a training set for the plan, after a forked process has read them without a crash."""
 
 from __future__ import annotations
 

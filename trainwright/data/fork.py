@@ -26,7 +26,7 @@ Begin = Callable[[int], None]
 SELF_EXIT_DELAY_S = 60.0
 """A forked process that was not terminated exits by itself this long after its time limit, in seconds."""
 START_TIMEOUT_S = 2.0
-"""A forked process has stored its id within this time, in seconds."""
+"""Maximum time until a forked process has stored its process id, in seconds."""
 _NO_POSITION = -1
 _OPEN_ONE_REMEDY = "open one by hand with dataset[0]"
 

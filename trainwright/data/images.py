@@ -75,7 +75,7 @@ class Digits(Dataset[tuple[Tensor, int]]):
     """(image, label) pairs; the images have mean 0 and standard deviation 1 over the training split.
 
     ``augment`` shifts each image by up to one pixel in both directions and adds noise, drawn from torch's global CPU
-    generator when the items are read. The reader seeds that generator.
+    generator when the items are read. ``data.fetch.Fetch`` seeds that generator for each sample.
     """
 
     classes = 10

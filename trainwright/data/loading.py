@@ -1,4 +1,4 @@
-"""The stream of step batches. Unless the user gives the order, it is a pure function of (seed, epoch, position)."""
+"""The stream of step batches. Its order is that of the user's sampler, or a function of (seed, epoch, position)."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class StepBatches:
 
     @property
     def at_once(self) -> int:
-        """Number of steps read together. Above 1 for small steps of tensors in memory, which are faster in a batch."""
+        """Number of steps read together. Above 1 for small batches of tensors in memory, which is faster."""
         loading = self.loading
         if isinstance(self.dataset, ReadyBatches):  # batches of a list are not copied, unless to another device
             return AT_ONCE if self.dataset.are_in_memory and loading.device.type == "cpu" else 1
@@ -282,7 +282,7 @@ class StepBatches:
             yield _Planned(start, ((ids, ~np.isin(ids, left_out) if len(left_out) else None),))
 
     def _order_of(self, epoch: int) -> Ids | FilesOrder:
-        """Return the positions of an epoch; only slices of it are used."""
+        """Return the positions of an epoch in order, as an object that can be sliced."""
         seed, shuffle = self.loading.seed, self.loading.shuffle
         if isinstance(self.dataset, OpenFiles):
             return self.dataset.files.order(seed=seed, epoch=epoch, shuffle=shuffle)

@@ -1,5 +1,5 @@
-"""Batches of sequences of different lengths: padded to the longest, so that padding is not counted; token ids also
-packed or padding-free.
+"""Collates sequences of different lengths: pads them to the longest, with targets that no loss counts. Token ids may
+also be packed or padding-free.
 
 Shapes: B batch, T the longest sequence of the batch.
 """

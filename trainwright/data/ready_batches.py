@@ -131,7 +131,7 @@ class Pass:
     """One epoch of the user's iterator, and its progress.
 
     The ids of a batch are positions in the pass, one per row, or one per batch if rows cannot be counted.
-    ``generators`` are those of the previous pass, which is over.
+    ``generators`` are reused from the previous pass.
 
     ``live``: draws up to the first batch use the random generators of the process, as in a loop over the same iterator,
     and later draws use a copy of them. ``start`` is the random state at the start of the pass in an earlier process,

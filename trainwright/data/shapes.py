@@ -36,7 +36,7 @@ FIGURES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "cross": _cross,
     "ring": lambda u, v: (u.square() + v.square() < 1) & (u.square() + v.square() > 0.35),
 }
-"""Function that tests whether points belong to a figure with centre (0, 0) and radius of about 1."""
+"""Functions that test whether points belong to a figure with centre (0, 0) and a radius of about 1."""
 
 
 class Shapes(Dataset[tuple[Tensor, Tensor]]):

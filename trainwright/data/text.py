@@ -1,7 +1,7 @@
 """Character-level language modelling: windows over a text, as a map-style dataset of (x_T, y_T).
 
 Item i covers T + 1 characters from i * stride on: x_T is the first T, y_T is x_T shifted by one. All windows are full;
-at most ``block_size`` characters at the end of a split belong to none. Shapes: B batch, T block_size.
+the last characters of a split, at most ``block_size``, are in no window. Shapes: B batch, T block_size.
 """
 
 from __future__ import annotations
@@ -246,9 +246,9 @@ MASKED_FRACTION, REPLACED_FRACTION = 0.8, 0.1
 class MaskedText(Dataset[tuple[Tensor, Tensor]]):
     """(ids_T, target_T) from windows of a text; the target of a character that was not chosen is -100.
 
-    The choice is drawn from torch's global CPU generator when the item is read. The reader seeds that generator, so the
-    choice changes from epoch to epoch. In a validation set it is a function of the index. The id of the mask is the
-    last one.
+    The choice is drawn from torch's global CPU generator when the item is read. ``data.fetch.Fetch`` seeds that
+    generator by epoch and index. In a validation set the choice is a function of the index alone. The id of the mask is
+    the last one.
     """
 
     def __init__(self, text: CharText, *, mask_share: float = 0.15) -> None:

@@ -27,10 +27,10 @@ _DTYPES = ("uint8", "uint16", "uint32", "int16", "int32", "int64")
 class Tokens(Dataset[object]):
     """Windows of ``block_size`` ids over a file of raw numbers, or a .npy file, which is never loaded completely.
 
-    With ``end``, the id that ends a document, a sample does not predict the first id of a document from the one before.
-    It is then a dict with the names that models of ``transformers`` take: ``input_ids``, ``labels`` (-100: not counted;
-    not shifted, for such models shift them), ``position_ids``, which begin at 0 in each document, and ``documents``,
-    which number them within the window, see ``block_mask``. Without it a sample is (x_T, y_T).
+    Without ``end``, a sample is (x_T, y_T). With ``end``, the first id of a document is not predicted from the previous
+    document, and a sample is a dict with the names that models of ``transformers`` take: ``input_ids``; ``labels``, not
+    shifted, because these models shift them (-100: not counted); ``position_ids``, which begin at 0 in each document;
+    and ``documents``, the number of the document within the window, see ``block_mask``.
 
     Args:
         path: The file; a relative path starts at the current folder.

@@ -1,4 +1,4 @@
-"""Unwraps any supported form of data into the dataset, the order of its samples, and the settings of reading."""
+"""Unwraps any supported form of data into the dataset, the order of its samples, and the settings for reading it."""
 
 from __future__ import annotations
 

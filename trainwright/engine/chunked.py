@@ -285,7 +285,7 @@ def _to_gradient(
 
 
 def _softcap(logits: Tensor, cap: float) -> Tensor:
-    """Bounds ``logits`` in place; returns the derivative of the bound with respect to them."""
+    """Bound ``logits`` in place; return the derivative of the bounded logits with respect to the original ones."""
     bounded = logits.div_(cap).tanh_()
     slope = 1 - bounded.square()
     logits *= cap
@@ -293,7 +293,7 @@ def _softcap(logits: Tensor, cap: float) -> Tensor:
 
 
 def _add(grads: list[Tensor | None], rows: slice, by_logits: Tensor, chunk: Tensor, head: Tensor) -> None:
-    """Adds the contribution of a chunk to the gradients of hidden, weight and bias."""
+    """Add the contribution of a chunk to the gradients of hidden, weight and bias."""
     hidden, weight, bias = grads
     if hidden is not None:
         hidden[rows] = by_logits @ head

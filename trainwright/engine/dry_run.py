@@ -277,7 +277,7 @@ def _update(state: TrainState) -> tuple[float, int | None]:
 
 
 def _measure_first_forward(state: TrainState, batch: StepBatch, loss_fn: LossFn) -> DryRun:
-    """Run one forward pass of the first micro-batch and return what it shows; nothing is timed yet."""
+    """Run one forward pass of the first micro-batch; return its loss, outputs and activation bytes, without times."""
     held = (*state.model.parameters(), *state.model.buffers(), *batch.tensors)
     own = {storage.data_ptr() for tensor in held for storage in _storages(tensor)}
     storages: dict[int, int] = {}

@@ -154,7 +154,7 @@ def _until(amount: float, until: Until) -> Until:
 class StopRequest(BaseException):
     """Raised while a run waits for its next batch.
 
-    The state is complete between two steps, so the run stops at once. ``stop`` is the result of the run.
+    The state is complete between two steps, so the run stops at once. Its Outcome has this ``stop``.
     """
 
     def __init__(self, stop: Stop) -> None:
@@ -234,7 +234,7 @@ def run(
     world: World = SOLO,
     complete: Callable[[TrainState], None] = lambda _state: None,
 ) -> Outcome:
-    """Train until done, stopped or out of data: advance, evaluate if due, observe, agree, save if due.
+    """Train until done, stopped or out of data: advance, evaluate if due, observe, agree on a stop, save if due.
 
     Saves once more at the end, unless the Stop has ``save=False``. A run that was not stopped is evaluated at its end.
     After an exception in an observer or in the evaluation the state is saved, too, because it is complete between two

@@ -102,7 +102,7 @@ def require_callable(loss: object) -> None:
 
 
 def _shown(loss: Callable[..., object]) -> str:
-    """Return its name and parameters; a builtin may have no signature."""
+    """Return the name and parameters of a loss; a builtin may have no signature."""
     name = getattr(loss, "__name__", type(loss).__name__)
     try:
         return f"{name}{inspect.signature(_called(loss))}"
@@ -115,7 +115,7 @@ def _called(loss: Callable[..., object]) -> Callable[..., object]:
 
 
 def _accepts(loss: Callable[..., object], count: int) -> bool:
-    """Return True if it can be called with ``count`` positional arguments, or has no signature (some builtins)."""
+    """Return True if ``loss`` takes ``count`` positional arguments, or has no signature (some builtins)."""
     try:
         inspect.signature(_called(loss)).bind(*[None] * count)
     except ValueError:

@@ -181,7 +181,7 @@ class MetricSet:
         return found
 
     def to(self, device: torch.device) -> None:
-        """Move the metrics that can be moved to the device of the outputs."""
+        """Move the metrics that have a method ``to`` to the device of the outputs."""
         for metric in self._metrics.values():
             if callable(move := getattr(metric, "to", None)):
                 move(device)

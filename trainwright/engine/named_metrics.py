@@ -63,7 +63,7 @@ class Aligned(NamedTuple):
 
 
 def regression_task(outputs: Tensor, targets: Tensor) -> Task:
-    """Return the task of a metric of numbers. Raises UsageError if the shapes do not match."""
+    """Return the task for a regression metric. Raises UsageError if the shapes do not match."""
     if _squeezed(outputs) != _squeezed(targets):
         raise UsageError(f"{_shapes(outputs, targets)} do not fit each other", remedy="give both the same shape")
     return Task("regression", math.prod(targets.shape[1:]))
@@ -72,7 +72,7 @@ def regression_task(outputs: Tensor, targets: Tensor) -> Task:
 def classification_task(
     outputs: Tensor, targets: Tensor, *, stated: str | None, ignored: int, are_logits: bool | None
 ) -> Task:
-    """Return the task of a metric of classes. Waits for the device.
+    """Return the task for a classification metric. Waits for the device.
 
     Args:
         outputs: Scores of the first batch.
@@ -107,7 +107,7 @@ def classification_task(
 
 
 def _class_dim(outputs: Tensor, targets: Tensor) -> int | None:
-    """Return the dimension of the outputs that integer targets do not have."""
+    """Return the dimension of the outputs that integer targets do not have; None if the shapes differ otherwise."""
     if targets.is_floating_point() or outputs.dim() != targets.dim() + 1 or outputs.dim() < 2:
         return None
     rest = {dim: (*outputs.shape[:dim], *outputs.shape[dim + 1 :]) for dim in (1, outputs.dim() - 1)}
@@ -262,7 +262,7 @@ class NamedMetric:
     Args:
         name: Name in messages.
         make: Returns the measure for a task on a device. Raises UsageError for a task that it is not defined for.
-        is_regression: True for metrics of numbers.
+        is_regression: True for regression metrics.
         task: Overrides the inferred task.
         ignore_index: Target that is not counted.
         from_logits: True if outputs are logits; None to infer it.
@@ -520,7 +520,7 @@ def classification_metric(
     module = _torchmetrics(name).classification
     by_kind = {kind: getattr(module, f"{kind.capitalize()}{CLASSIFICATION[name]}", None) for kind in TASKS}
     is_balanced = name == "balanced_accuracy"
-    if is_balanced:  # torchmetrics has it for classes only
+    if is_balanced:  # torchmetrics defines macro accuracy for multiclass only
         by_kind = {"binary": by_kind["multiclass"], "multiclass": by_kind["multiclass"]}
         options = {"average": "macro", **options}
 

@@ -31,7 +31,7 @@ NUM_REPLAYS = 2  # Replays of each batch, by the next ranks. With two ranks, the
 
 
 class Peers:
-    """Replays on one of several ``ranks`` with the same model. ``processor`` is the name of its GPU or CPU."""
+    """Replays on one of several ``ranks`` with the same model. ``processor`` is the name of this rank's GPU or CPU."""
 
     def __init__(
         self, ranks: Ranks, loss: Callable[..., Loss | Tensor], precision: Precision, *, seed: int, processor: str
@@ -66,7 +66,7 @@ class Peers:
             seed_step(self._seed, state.step, (self._ranks.rank - distance) % self._ranks.size)
             self._replay(state, _on(device_of(state.optimizer), moved))
             is_restored &= not buffers.put_back()
-        self._is_off = not self._ranks.least(is_restored)  # the model writes to a table that is too large to be copied
+        self._is_off = not self._ranks.least(is_restored)  # off if the model writes to a buffer too large to be copied
         hooked = [p for p in self._parameters if p is not None and p.requires_grad]
         self._hooks = [p.register_post_accumulate_grad_hook(self._record) for p in hooked]  # type: ignore[no-untyped-call]
 

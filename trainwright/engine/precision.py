@@ -49,7 +49,7 @@ class Precision:
 
 
 class MatmulMode(NamedTuple):
-    """Process-wide mode: may float32 matrix products and convolutions on a GPU use TF32 tensor cores?"""
+    """Process-wide permission to use TF32 tensor cores for float32 matrix products and convolutions on a GPU."""
 
     matmul: str
     convolutions: bool

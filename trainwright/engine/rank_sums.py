@@ -122,7 +122,7 @@ def count(batch: StepBatch, world: World) -> Counted:
     """Count what all ranks together trained on.
 
     Raises:
-        DataError: The order of the data is not Trainwright's, and the ranks read different batches.
+        DataError: The user's data determine the order, and the ranks read different batches.
     """
     seen = int(batch.cursor.digest[:15] or "0", 16)
     samples, all_tokens, digests = world.gather(torch.tensor([batch.size, batch.tokens, seen], device="cpu")).unbind(1)

@@ -1,8 +1,8 @@
 """Recovery from running out of memory: the step starts again with smaller micro-batches, as if it had not failed.
 
 Only a step's passes over its data are retried here, up to the final gradients. They change nothing but gradients,
-buffers and generators, which are all restored. The weights of the sum do not depend on the split. For the update see
-``step.Update``.
+buffers and generators, which are all restored. The loss weights do not depend on how the batch is split. For the update
+see ``step.Update``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Recovery:
     have been fragmented. Then they are halved. Before giving up on a single sample, ``witness`` frees what it holds.
 
     The limit stays in the state and is never raised again: memory would run out again, and a resumed run must split its
-    batches as the first one did. A step that fits costs an inspection of the batch and of the generators (5 us).
+    batches as the first one did. A step that fits takes 5 us more, for the versions of the batch and the generators.
     """
 
     def __init__(

@@ -25,7 +25,7 @@ from trainwright.errors import UsageError, require_choice
 
 SpikeAction = Literal["warn", "skip", "rollback"]
 SpikePolicy = Callable[[Spike], SpikeAction]
-"""Decides the action on one spike: a function of the user."""
+"""A function of the user that decides the action on one spike."""
 OnSpike = SpikeAction | SpikePolicy
 ACTIONS: tuple[SpikeAction, ...] = ("warn", "skip", "rollback")
 STEPS_BETWEEN_STATES = 16

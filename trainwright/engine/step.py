@@ -440,7 +440,7 @@ def _require_made(schedule: object, precision: object, clip: object) -> None:
 
 
 def set_lr(optimizer: Optimizer, factor: float | None) -> float:
-    """Set every group to its base learning rate times ``factor``, if there is one. Return the first group's rate."""
+    """Set every group to its base learning rate times ``factor``; None: unchanged. Return the first group's rate."""
     groups = optimizer.param_groups
     for group in groups if factor is not None else ():
         group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
@@ -572,7 +572,7 @@ def make_moments(optimizer: Optimizer) -> None:
         make = getattr(part, "_init_group", None)
         if make is None:
             continue
-        lists = len(inspect.signature(make).parameters) - 1  # empty lists for parameters, gradients, moments
+        lists = len(inspect.signature(make).parameters) - 1  # it fills lists of parameters, gradients, moments
         for group in part.param_groups:
             make(group, *([] for _ in range(lists)))
 

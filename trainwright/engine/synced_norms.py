@@ -94,7 +94,7 @@ class SyncedNorms(NamedTuple):
 
     @contextmanager
     def synchronised(self, *, counts: bool) -> Iterator[None]:
-        """Context in which all ranks run the same norms in the same order.
+        """Context in which the norms use statistics of all ranks, which must run the same norms in the same order.
 
         ``counts``: this rank has samples that count.
         """

@@ -58,8 +58,8 @@ def count_for(samples: float) -> None:
 def log(**figures: float | Tensor | Loggable) -> None:
     """Log figures, images, texts and histograms from inside a step, a loss or an observer of ``tw.fit``.
 
-    Each record of the log has the mean of a number since the previous record, and the page draws it. A validation has
-    the mean over its samples. A call in a loss is weighted by the samples of its batch, any other call has weight 1.
+    Each record of the log has the mean of a number since the previous record, and the run's page plots it. A validation
+    has the mean over its samples. A call in a loss is weighted by the samples of its batch; others have weight 1.
     For an exact mean over tokens or pixels return ``tw.Loss(total, weight, metrics)`` instead. Images, texts and
     histograms are not averaged: a record has the newest one of each name, a validation the first one. A tensor stays on
     its device until a record is due. Outside of a run this does nothing, so a loss that calls it can be used anywhere.

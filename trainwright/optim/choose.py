@@ -48,7 +48,7 @@ def make_optimizer(
     """Make the optimizer ``name`` over ``param_groups(model, ...)``.
 
     sgd, adam and adamw run fused on CPU and CUDA unless ``args`` has ``fused`` or ``foreach``: the same update up to
-    rounding. Fused was the fastest in every measured case, and skips a step on the device.
+    rounding. Fused was the fastest in every measured case, and can skip an update without a host sync.
 
     Args:
         name: A short name (docs/reference/catalog.md), or a callable. A callable is called as ``name(groups, lr=lr,
@@ -113,7 +113,7 @@ def _of_package(alias: str) -> Factory:
 
 
 def _require_decay(optimizer: Optimizer, shared: GroupSettings) -> None:
-    """Raise UsageError for a weight decay that an optimizer does not have."""
+    """Raise UsageError if a weight decay is set for an optimizer without weight decay."""
     stated = {"optimizer.weight_decay": shared["weight_decay"]}
     stated |= {f"optimizer.groups.{i}.weight_decay": rule.weight_decay for i, rule in enumerate(shared["rules"])}
     for part in parts_of(optimizer):
@@ -181,7 +181,7 @@ def _implementation(name: str, model: nn.Module, given: Mapping[str, object]) ->
 
 
 def _require_no_groups(factory: Factory, shared: GroupSettings, *, offload: bool) -> None:
-    """Raise UsageError for settings of groups, or offload, that have no effect on a factory that makes its groups."""
+    """Raise UsageError for settings of groups, or offload, if the factory makes its own groups and ignores them."""
     if not makes_own_groups(factory):
         return
     stated = {

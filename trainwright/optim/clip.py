@@ -21,7 +21,7 @@ ClipFn = Callable[[Sequence[Tensor], Tensor], None]
 
 
 def make_clip(by: ClipName, at: float = 1.0) -> ClipFn:
-    """Return the clip of that name.
+    """Return the gradient clipping of that name.
 
     Args:
         by: norm, value, agc or none.
@@ -40,7 +40,7 @@ def make_clip(by: ClipName, at: float = 1.0) -> ClipFn:
 
 @dataclass(frozen=True)
 class GradientClip:
-    """A clip with a known measure (``by``) and threshold (``at``)."""
+    """Gradient clipping by a kind (``by``) at a threshold (``at``)."""
 
     by: ClipName
     at: float
@@ -67,7 +67,7 @@ def global_norm(grads: list[Tensor]) -> Tensor:
 
 
 def norm_on_host(grads: list[Tensor]) -> float:
-    """Return the norm as a number, in float64 for gradients on the CPU: two kernels less. Waits for a GPU."""
+    """Return the norm as a number, on the CPU added up in float64, which saves two kernels. Waits for a GPU."""
     if False not in [type(grad) is Tensor and grad.is_cpu for grad in grads]:  # dtypes may differ
         return math.hypot(*[norm.item() for norm in torch._foreach_norm(grads)])
     return float(global_norm(grads))

@@ -102,7 +102,7 @@ def _step(scheduler: LRScheduler) -> None:
     if scheduler.last_epoch > 0:
         scheduler.step()
         return
-    with warnings.catch_warnings():  # torch does not see an update that the finite guard skipped
+    with warnings.catch_warnings():  # torch warns if the finite guard skipped the first update
         warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step", category=UserWarning)
         scheduler.step()
 

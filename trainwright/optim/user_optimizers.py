@@ -22,7 +22,7 @@ Factory: TypeAlias = Callable[..., Optimizer | Sequence[Optimizer]]
 
 
 def takes(factory: Callable[..., object], name: str) -> bool:
-    """Return True if a callable has a parameter of that name, or accepts any keyword argument."""
+    """Return True if a callable has a parameter of that name, any keyword argument, or no known signature."""
     parameters = parameters_of(factory)
     return not parameters or name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 

@@ -110,7 +110,7 @@ class Earlier:
 
     @cached_property
     def used(self) -> Usage:
-        """Time and energy of the earlier processes; nothing where a copy of the run has no log."""
+        """Time and energy of the earlier processes; UNUSED if a copy of the run has no log."""
         return read_usage(self.folder.log) if self.folder.log.is_file() else UNUSED
 
     def describe(self, step: int) -> str:
