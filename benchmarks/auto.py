@@ -45,7 +45,8 @@ from trainwright.engine.loop import for_steps, steps
 from trainwright.errors import TrainwrightError, UsageError
 from trainwright.plan.parallel import in_one_process
 from trainwright.recipe import load
-from trainwright.training.job import Job, make_advance, prepare
+from trainwright.training.job import Job, make_advance
+from trainwright.training.prepare import prepare
 from trainwright.training.run import process_settings
 
 RECIPES = Path(__file__).parent.parent / "recipes"

@@ -19,7 +19,7 @@ from trainwright.engine.step import make_step
 from trainwright.optim.clip import make_clip
 from trainwright.recipe import load
 from trainwright.recipe.load import builtin_recipes
-from trainwright.training.job import prepare
+from trainwright.training.prepare import prepare
 
 BENCH = "mup_transfer"
 LOWEST_LR = 5e-4

@@ -11,7 +11,7 @@ import pytest
 from trainwright.commands.plan import show_plan
 from trainwright.plan.explain import preflight
 from trainwright.recipe import Loaded, from_mapping
-from trainwright.training.job import prepare
+from trainwright.training.prepare import prepare
 from trainwright.training.run import process_settings
 
 PARTS = "tests.commands.check.parts"

@@ -32,7 +32,8 @@ from trainwright.plan.trace.resolve import read_resolved, resolve
 from trainwright.plan.trace.run_forecast import forecast
 from trainwright.plan.trace.traced_step import TracedObjects, trace_step
 from trainwright.recipe import Loaded, from_mapping, load
-from trainwright.training.job import make_advance, prepare
+from trainwright.training.job import make_advance
+from trainwright.training.prepare import prepare
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 MIB, GIB = 1 << 20, 1 << 30

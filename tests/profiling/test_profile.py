@@ -25,7 +25,7 @@ from trainwright.profiling.words import TriedAdvice
 from trainwright.recipe import from_mapping
 from trainwright.report.pages.view import ProfilePanel
 from trainwright.runs.files import UnreadableFile
-from trainwright.training.job import prepare
+from trainwright.training.prepare import prepare
 from trainwright.training.subject import Built, named
 
 pytestmark = pytest.mark.slow

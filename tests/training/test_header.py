@@ -174,7 +174,7 @@ def test_logits_are_computed_in_chunks_only_where_the_plan_has_no_room(room: str
     settings = {"log.doctor": False, "batch.size": 16}
     with pytest.MonkeyPatch.context() as patched:
         if room == "none":
-            patched.setattr("trainwright.training.job.room_for_logits", lambda usable, held: 1000)
+            patched.setattr("trainwright.training.prepare.room_for_logits", lambda usable, held: 1000)
         run = tw.fit(model, (ids[:, :-1], ids[:, 1:]), "language_model", steps=2, quiet=True, settings=settings).run
     found, most = header_of(run), json.loads((run / "plan.json").read_text())["settled"]["max_logits_bytes"]
     if room == "plenty":

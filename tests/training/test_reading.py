@@ -23,7 +23,7 @@ from trainwright.plan.explain import preflight
 from trainwright.plan.run_time import ReadingPace
 from trainwright.recipe import from_mapping
 from trainwright.training.first_batch import MAX_MEASURED_STEPS, time_workers
-from trainwright.training.job import prepare
+from trainwright.training.prepare import prepare
 from trainwright.training.run import train
 
 READING_S = 2e-3

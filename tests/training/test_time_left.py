@@ -9,8 +9,9 @@ import pytest
 from trainwright.engine.loop import ByTheClock
 from trainwright.monitoring.progress import Measured
 from trainwright.recipe import from_mapping
-from trainwright.training.job import ENDING_S, Job, prepare, until_of
+from trainwright.training.job import ENDING_S, Job, until_of
 from trainwright.training.open_run import seconds_left
+from trainwright.training.prepare import prepare
 from trainwright.watching.budget import predicted_end_s
 
 pytestmark = [pytest.mark.examined, pytest.mark.slow]

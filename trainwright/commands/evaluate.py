@@ -37,8 +37,9 @@ from trainwright.recipe.resolve import LIVE, is_live, make
 from trainwright.recipe.schema import DEFAULT_BATCH_SIZE
 from trainwright.runs.folder import RunFolder, identity_of
 from trainwright.runs.storage import storage_error
-from trainwright.training.arguments import MetricsLike, resolve_metrics
+from trainwright.training.arguments import resolve_metrics
 from trainwright.training.custom_objects import named_metrics
+from trainwright.training.options import MetricsLike
 from trainwright.training.result import Result
 from trainwright.training.subject import parts_of_run
 

@@ -16,7 +16,7 @@ from trainwright.recipe import Loaded
 from trainwright.report.chart import Mark, Series, line_chart_svg, line_chart_text
 from trainwright.runs.storage import write_output
 from trainwright.training.custom_objects import require_loss
-from trainwright.training.job import prepare
+from trainwright.training.prepare import prepare
 
 
 def run_lr_range(

@@ -27,7 +27,8 @@ from trainwright.runs.storage import write_output
 from trainwright.training.arguments import WHERE
 from trainwright.training.custom_objects import require_loss
 from trainwright.training.fit import fit_objects
-from trainwright.training.job import Job, prepare
+from trainwright.training.job import Job
+from trainwright.training.prepare import prepare
 from trainwright.training.subject import Built, named
 
 WIDTHS = (64, 128, 256, 512)

@@ -44,7 +44,7 @@ from trainwright.report.forecast import (
     usable_line,
 )
 from trainwright.training.custom_objects import require_loss
-from trainwright.training.job import prepare
+from trainwright.training.prepare import prepare
 from trainwright.training.problems import all_problems_reported
 from trainwright.training.run import process_settings
 

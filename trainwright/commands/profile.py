@@ -30,7 +30,8 @@ from trainwright.profiling.verdict import Advice, ProfileFacts, judge
 from trainwright.profiling.words import MIN_ROUNDS, ROUNDS, Profile, SpeedUp, TriedAdvice, compare_timings
 from trainwright.report.pages.report import write_report
 from trainwright.runs.folder import RunFolder
-from trainwright.training.job import Job, make_advance, prepare
+from trainwright.training.job import Job, make_advance
+from trainwright.training.prepare import prepare
 from trainwright.training.run import process_settings, train
 from trainwright.training.subject import Build
 

@@ -29,7 +29,7 @@ from trainwright.engine.lr_range import LrRange
 from trainwright.errors import UsageError
 from trainwright.monitoring.terminal import Console
 from trainwright.runs.folder import RunFolder
-from trainwright.training.fit import FitOptions, ModelLike, RunOptions
+from trainwright.training.options import FitOptions, ModelLike, RunOptions
 from trainwright.training.run import process_settings
 from trainwright.training.subject import Built, parts_of_run, subject
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import numpy as np
 import torch
@@ -33,10 +33,10 @@ from trainwright.recipe import Source, from_mapping
 from trainwright.recipe.outline import path_of_key
 from trainwright.recipe.resolve import LIVE, find
 from trainwright.training.custom_objects import named_metrics
+from trainwright.training.options import FitOptions, MetricsLike
 
 if TYPE_CHECKING:
-    from trainwright.engine.metrics import Metric
-    from trainwright.training.fit import FitOptions
+    pass
 
 
 P = ParamSpec("P")
@@ -201,12 +201,6 @@ def _require_schedule(schedule: object) -> None:
         return
     if not (callable(schedule) and takes_first(schedule, "optimizer")):
         function_of_step(schedule)
-
-
-Named: TypeAlias = str | Mapping[str, object]
-"""``"accuracy"``, or a mapping as in a recipe: ``{"use": "top_k", "args": {"k": 3}}``."""
-MetricsLike: TypeAlias = "str | Sequence[Named] | Mapping[str, Named | Metric | Callable[..., object]]"
-"""One name, several of ``Named``, or a mapping from names to ``Named``, metric objects or functions."""
 
 
 def split_metrics(metrics: object) -> tuple[list[object], dict[str, object]]:

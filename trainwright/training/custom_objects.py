@@ -20,6 +20,7 @@ from trainwright.engine.loss import Batch, Loss
 from trainwright.engine.metrics import NO_METRICS, MetricSet, metric_set
 from trainwright.engine.named_metrics import LossPerplexity, metric_args_of_loss
 from trainwright.engine.observer import Observer, as_observer
+from trainwright.engine.spikes import NO_SPIKES, SpikeGuard, SpikeHandler
 from trainwright.errors import Problem, RecipeError, UsageError
 from trainwright.optim.clip import ClipFn, make_clip
 from trainwright.optim.schedule import SwaSchedule
@@ -27,6 +28,7 @@ from trainwright.optim.stepped_schedule import ScheduleFn, SteppedSchedule
 from trainwright.optim.user_optimizers import not_trained
 from trainwright.plan.make import Note, Plan
 from trainwright.recipe import METRICS, OBSERVERS, OPTIMIZERS, Loaded, Part, Recipe, Row, require_unmasked
+from trainwright.recipe.catalog import SPIKE_POLICIES
 from trainwright.recipe.resolve import find, import_factory, make, parameters_of
 
 FULL_PRECISIONS = (None, "auto", "fp32", "tf32")
@@ -261,3 +263,11 @@ def memory_note(optimizer: str, measured: int | None) -> Iterator[Note]:
     if optimizer not in OPTIMIZERS and measured is None:
         why = "its state was not measured: the weights are too large or sharded, or the optimizer cannot be copied"
         yield Note("memory", "the optimizer counts as AdamW", why)
+
+
+def spike_handler(loaded: Loaded) -> SpikeHandler:
+    """Return the handler of gradient spikes. For the policy ``warn`` the doctor reports them, not the step."""
+    policy = loaded.recipe.spikes.policy
+    if policy in ("warn", "off"):
+        return NO_SPIKES
+    return SpikeGuard(policy if policy in SPIKE_POLICIES else find(policy, {}, "spikes.policy", loaded.source))  # type: ignore[arg-type]

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from trainwright.assembly.assemble import CustomObjects, Parts, at_recipe, build_loss, require_ready
 from trainwright.checkpoint.rng import RngBag
@@ -29,7 +27,6 @@ from trainwright.recipe.resolve import import_factory
 from trainwright.recipe.schema import DEFAULT_BATCH_SIZE
 from trainwright.training.arguments import (
     NO_FUNCTION,
-    MetricsLike,
     ObjectArguments,
     Rebuild,
     call_function,
@@ -42,6 +39,7 @@ from trainwright.training.arguments import (
     split_metrics,
 )
 from trainwright.training.custom_objects import no_loss, require_no_loss_needed
+from trainwright.training.options import FitOptions, MetricsLike, ModelLike, OptimizerLike, RunOptions, ScheduleLike
 from trainwright.training.result import Result
 from trainwright.training.resume import folder_of
 from trainwright.training.run import train
@@ -53,10 +51,6 @@ if TYPE_CHECKING:
     from trainwright.engine.step import StepResult
     from trainwright.recipe.load import Setting
 
-OptimizerLike: TypeAlias = Optimizer | Sequence[Optimizer] | Callable[..., Optimizer | Sequence[Optimizer]]
-ScheduleLike: TypeAlias = (
-    LRScheduler | Sequence[LRScheduler] | Callable[..., LRScheduler | Sequence[LRScheduler] | float]
-)
 SHORT_NAMES = {
     "until": "until",
     "lr": "optimizer.lr",
@@ -73,41 +67,6 @@ SHORT_NAMES = {
     "name": "name",
 }
 """Maps arguments of ``fit`` to the recipe key that each sets."""
-ModelLike: TypeAlias = nn.Module | str | Path | Callable[[], object]
-"""A module, the folder or the hub name of a pretrained model, or a function that returns the arguments of ``tw.fit``,
-passed as such or as ``"module:function"``."""
-
-
-class RunOptions(TypedDict, total=False):
-    """Arguments of ``tw.fit`` that define the training, other than model, data, loss and steps."""
-
-    advance: OwnStep | None
-    val: object
-    until: str | None
-    epochs: float | None
-    lr: float | None
-    batch: int | None
-    accumulation: int | None
-    optimizer: str | OptimizerLike | None
-    schedule: str | ScheduleLike | None
-    warmup: str | None
-    clip: float | None
-    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8"] | None
-    device: str | torch.device | None
-    seed: int | None
-    preset: Literal["recommended"] | None
-    name: str | None
-    settings: Mapping[str, object] | None
-    metrics: MetricsLike | None
-    observers: Sequence[Observer | Callable[[StepResult, TrainState], Stop | None]]
-    restore_best: bool
-    retain_grad: Sequence[str]
-
-
-class FitOptions(RunOptions, total=False):
-    """RunOptions with ``steps``."""
-
-    steps: int | None
 
 
 class FitObjects(NamedTuple):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch.optim import Optimizer
 
@@ -21,10 +20,8 @@ from trainwright.optim.user_optimizers import makes_own_groups
 from trainwright.plan.amounts import human_bytes
 from trainwright.plan.header import Origin, RunHeader, Setting, origins_in
 from trainwright.recipe import OPTIMIZERS, SCHEDULES, Loaded
-
-if TYPE_CHECKING:
-    from trainwright.training.job import Job
-    from trainwright.training.resume import Earlier
+from trainwright.training.job import Job
+from trainwright.training.resume import Earlier
 
 
 def run_header(job: Job, first: StepBatch, earlier: Earlier | None) -> RunHeader:

@@ -75,22 +75,22 @@ from trainwright.runs.records import (
     Record,
     RunVerdict,
 )
+from trainwright.training.custom_objects import spike_handler
 from trainwright.training.job import (
     ENDING_S,
     Job,
     has_doctor,
     is_watched,
     make_advance,
-    spike_handler,
     step_graphs,
     until_of,
     until_of_job,
     usd_per_hour,
 )
 from trainwright.training.layout import evaluation_loss
-from trainwright.training.result import is_saved, verdict_on
 from trainwright.training.resume import resume_command
 from trainwright.training.run_metadata import folder_guard, run_metadata
+from trainwright.training.run_verdict import is_saved, verdict_on
 from trainwright.version import __version__
 from trainwright.watching.budget import predicted_end_s, predicted_s
 

@@ -2,7 +2,7 @@
 
     require_trainable    the recipe, with all of its problems reported at once
     find_earlier_part    the earlier part of the run, if it is resumed
-    prepare              the plan and the live objects: a Job (job.py)
+    prepare              the plan and the live objects: a Job (prepare.py)
     enter_folder         the run folder, its lock and its metadata
     open_run             log, sinks, doctor, evaluation and saving (open_run.py), in which the engine trains
     finish               the result (result.py)
@@ -46,7 +46,7 @@ from trainwright.report.server.serve import serve_in_background
 from trainwright.runs.folder import RunFolder, ensure_identity
 from trainwright.runs.lock import NoLock, RunLock
 from trainwright.training.compile_mode import with_compile_mode
-from trainwright.training.job import Job, prepare
+from trainwright.training.job import Job
 from trainwright.training.layout import require_layout
 from trainwright.training.open_run import (
     Extra,
@@ -57,6 +57,7 @@ from trainwright.training.open_run import (
     measure_norms,
     open_run,
 )
+from trainwright.training.prepare import prepare
 from trainwright.training.problems import all_problems_reported
 from trainwright.training.result import Result, finish
 from trainwright.training.resume import Earlier, find_earlier, follow_earlier, interrupted_run, unfinished_before

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -24,9 +24,7 @@ from trainwright.runs.provenance import module_of, modules_of, provenance
 from trainwright.runs.secrets import masked
 from trainwright.runs.storage import draft_of, remove, remove_leftovers, storage_error
 from trainwright.runs.supervision import NAME as SUPERVISION
-
-if TYPE_CHECKING:
-    from trainwright.training.job import Job
+from trainwright.training.job import Job
 
 CHAT_TEMPLATE = "chat_template.jinja"
 """File of a tokenizer; it takes precedence over the template in tokenizer_config.json."""

@@ -19,7 +19,8 @@ from trainwright.runs.files import UnreadableFile
 from trainwright.runs.folder import RunFolder
 from trainwright.runs.shapes import ProvenanceFile, read_as
 from trainwright.training.arguments import LET_A_FUNCTION, Rebuild
-from trainwright.training.fit import FitOptions, ModelLike, RunOptions, fit_objects
+from trainwright.training.fit import fit_objects
+from trainwright.training.options import FitOptions, ModelLike, RunOptions
 
 
 class Built(NamedTuple):

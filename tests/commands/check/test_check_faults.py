@@ -12,7 +12,7 @@ from tests.commands.check.checked import AMPLE, PARTS, UNTRAINED, checked, model
 from trainwright.commands.check.learning import RANGE_STEPS, range_test
 from trainwright.commands.check.sandbox import Sandbox
 from trainwright.recipe import from_mapping
-from trainwright.training.job import prepare
+from trainwright.training.prepare import prepare
 
 BUDGETS = {
     **dict.fromkeys(("output", "activations", "weights"), replace(AMPLE, smoke_s=0.0)),

@@ -41,7 +41,8 @@ from trainwright.plan.parallel import in_one_process
 from trainwright.plan.trace.resolve import resolve
 from trainwright.recipe import Loaded
 from trainwright.training.custom_objects import require_loss
-from trainwright.training.job import Job, prepare
+from trainwright.training.job import Job
+from trainwright.training.prepare import prepare
 from trainwright.training.problems import all_problems_reported
 from trainwright.training.run import process_settings
 from trainwright.training.supervision import audit_parts

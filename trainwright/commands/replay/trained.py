@@ -40,7 +40,9 @@ from trainwright.runs.lock import RunLock
 from trainwright.runs.reader import read
 from trainwright.runs.records import Ended, Examined, Record, Started, Step, Watched
 from trainwright.runs.shapes import CrashLoopFile, PlanFile, read_as, read_object
-from trainwright.training.job import Job, make_advance, prepare, spike_handler, until_of
+from trainwright.training.custom_objects import spike_handler
+from trainwright.training.job import Job, make_advance, until_of
+from trainwright.training.prepare import prepare
 from trainwright.training.resume import Earlier
 from trainwright.training.run import process_settings
 from trainwright.watching.budget import ExaminationBudget

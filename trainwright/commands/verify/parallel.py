@@ -32,7 +32,7 @@ from trainwright.recipe import Loaded, load
 from trainwright.runs.reader import read
 from trainwright.runs.records import Step
 from trainwright.runs.shapes import PlanFile, read_as
-from trainwright.training.job import prepare
+from trainwright.training.prepare import prepare
 
 EPS = {"fp32": 2.0**-23, "tf32": 2.0**-10, "bf16": 2.0**-8, "fp16": 2.0**-10, "fp8": 2.0**-4, "mxfp8": 2.0**-4}
 """Machine epsilon of the arithmetic of the forward pass. For bf16, fp8 and mxfp8 half of it (the unit roundoff)."""

@@ -41,9 +41,10 @@ from trainwright.recipe import LOSSES, OPTIMIZERS, Loaded, Recipe, Source, load
 from trainwright.recipe.resolve import find, import_factory
 from trainwright.runs.folder import RunFolder
 from trainwright.training.arguments import ORDER, call_for_arguments
-from trainwright.training.fit import OptimizerLike, fit
-from trainwright.training.job import prepare
+from trainwright.training.fit import fit
 from trainwright.training.open_run import Extra
+from trainwright.training.options import OptimizerLike
+from trainwright.training.prepare import prepare
 from trainwright.training.result import Result
 from trainwright.training.run import process_settings, train
 from trainwright.training.subject import copied
