@@ -110,7 +110,7 @@ def _groups(number: int, facts: list[CallsFacts], decays: list[float]) -> list[d
 
 
 def _weight_decays(run: RunContext, optimizers: Sequence[OptimizerFacts]) -> dict[int, list[float]]:
-    """Return the weight decays of the groups of each optimizer. A replayed update lists them in the order of steps."""
+    """Return the weight decays by optimizer. A replayed update lists them in the order in which optimizers step."""
     orders = {each.step: [n for n in _numbers(each, "step") if 0 <= n < len(optimizers)] for each in run.steps}
     found: dict[int, list[float]] = {}
     for at, update in run.every(UpdateFacts):
@@ -534,7 +534,7 @@ Points = tuple[np.ndarray[Any, np.dtype[np.float64]], np.ndarray[Any, np.dtype[n
 
 
 def _metric_series(view: RunView) -> Iterator[tuple[str, Points]]:
-    """Yield (name, (steps, values)) of every metric of a run. A value that is not finite is infinity."""
+    """Yield (name, (steps, values)) of every metric of a run. NaN is a missing value, infinity a non-finite one."""
     rows = view.log.rows
     for name in COLUMNS:
         if name not in _HIDDEN_METRICS and np.isfinite(column(rows, name)).any():

@@ -49,14 +49,14 @@ class PrintedResult(VerbResult, Protocol):
 
 
 class Verbs(TyperGroup):
-    """With --json, prints usage errors as an object, too. Accepts --lang before or after the name of a command."""
+    """The group of all commands. Accepts --lang before or after their names, and prints usage errors for --json."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         end = args.index("--") if "--" in args else len(args)
         for index, option in enumerate(args[:end]):
             name, equals, value = option.partition("=")
             if name == "--lang" and (equals or index + 1 < end):
-                os.environ[VARIABLE] = _language_of(value if equals else args[index + 1])  # for the ranks as well
+                os.environ[VARIABLE] = _language_of(value if equals else args[index + 1])  # ranks inherit it
                 args = args[:index] + args[index + (1 if equals else 2) :]
                 break
         return super().parse_args(ctx, args)
@@ -173,7 +173,7 @@ def importing_torch() -> Iterator[None]:
     """Suspend the garbage collector during the imports of a command that trains.
 
     Objects that importing torch creates are never freed, and repeated collections of them take 0.4 of 3.2 s. They are
-    also excluded from later collections. Does nothing if torch is imported already: the process may not be ours.
+    also excluded from later collections. Does nothing if torch is imported already, as in a user's own program.
     """
     if "torch" in sys.modules or not gc.isenabled():
         yield
@@ -223,7 +223,7 @@ def recipe_and_picture(path: Path, picture: Path | None, name: str) -> tuple[Pat
 
 
 def recipe_of(path: Path) -> Path:
-    """Return the recipe of a run folder; a recipe itself. Raises UsageError for a folder without a recipe."""
+    """Return the recipe file in a run folder, or ``path`` if it is a file. Raises UsageError if the folder has none."""
     if not path.is_dir():
         return path
     from trainwright.errors import UsageError
@@ -239,7 +239,7 @@ def recipe_of(path: Path) -> Path:
 
 
 def subject_of(what: Path, settings: list[str] | None, environ: Mapping[str, str] | None = None) -> Subject:
-    """Return the subject of a command: a recipe, that of a ``tw.fit`` run, or a function that returns the objects."""
+    """Return the subject of a command: a recipe, the recipe of a ``tw.fit`` run, or a function that makes objects."""
     if ":" not in str(what) or what.exists():
         from trainwright.recipe import load
 

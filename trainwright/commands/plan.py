@@ -115,7 +115,7 @@ class ShownPlan:
 
     @property
     def title(self) -> str:
-        """The layout that is drawn."""
+        """Title of the timeline: the layout whose memory it shows."""
         made, option = self.forecast, self.forecast.shown
         nearest = "the nearest fit" if made.choice.fits else "the layout that holds least"
         which = "as written" if made.written.fits else f"{nearest}, not as written"

@@ -30,7 +30,7 @@ class World(Protocol):
     @property
     def size(self) -> int: ...
     def agree(self, value: T | None) -> T | None:
-        """Return the first rank's non-None value, the same on every rank."""
+        """Return the value of the first rank whose value is not None, the same on every rank; None if all are None."""
         ...
 
     def least(self, number: int) -> int:
@@ -195,7 +195,7 @@ class Ranks:
 
 
 def buckets_of(tensors: Sequence[Tensor], max_bytes: int | None = None) -> Iterator[list[Tensor]]:
-    """Yield groups of consecutive tensors of one dtype and device, at most ``max_bytes`` together (BUCKET_BYTES)."""
+    """Yield groups of consecutive tensors of one dtype and device, of at most ``max_bytes`` or a single tensor."""
     max_bytes = BUCKET_BYTES if max_bytes is None else max_bytes
     for _, alike in groupby(tensors, key=lambda each: (each.dtype, each.device)):
         bucket: list[Tensor] = []

@@ -22,8 +22,8 @@ _M_MMAP_THRESHOLD, _MIN_MAPPED_BYTES = -3, 32 * 1024  # mallopt(3); setting it s
 _M_MMAP_MAX, _MAX_MAPPED_BLOCKS = (
     -4,
     2**15,
-)  # half of what Linux maps for a process; further blocks use the heap
-_M_ARENA_MAX, _MAX_HEAP_BLOCK_BYTES = -8, 32 * 2**20  # glibc maps larger blocks by themselves in any case
+)  # half of the mappings that Linux allows a process; further blocks use the heap
+_M_ARENA_MAX, _MAX_HEAP_BLOCK_BYTES = -8, 32 * 2**20  # glibc maps each larger block separately in any case
 _M_TRIM_THRESHOLD, _MAX_FREE_HEAP_BYTES = -1, 2**31 - 1
 _MALLINFO_FIELDS = (
     *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
@@ -115,7 +115,7 @@ def _left_by_rlimits() -> list[int]:
 
 
 def _kinds() -> dict[str, int]:
-    """Return limits on reserved memory, used or not, by the name of the limited figure."""
+    """Return the rlimits on reserved memory, used or not, by the name of the limited value in /proc/self/status."""
     try:
         import resource
     except ImportError:  # not on Windows, which has no such limits

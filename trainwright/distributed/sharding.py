@@ -25,7 +25,7 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, *, zero: int = 3, of_experts
     Along the first of two axes, ranks hold the same parts (HSDP). With ``zero`` 3 the full weights of a block exist
     while it computes; with 1 and 2 from its forward pass to its backward pass. Gradients are summed, not averaged, in
     at least float32. A parameter without dimensions is not divided. Every rank must hold the same weights before.
-    Experts that ``divide_experts`` has divided are sharded along ``of_experts``, on which their ranks have copies.
+    Experts that ``divide_experts`` has divided are sharded along ``of_experts``, whose ranks have the same experts.
 
     Raises:
         UsageError: A block has weights of several dtypes.
@@ -58,9 +58,9 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, *, zero: int = 3, of_experts
 
 
 def _placement_of_experts(model: nn.Module, mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:
-    """Return a function with the division of a weight that ranks divide by experts already, and None for others.
+    """Return FSDP's placement function: weights of experts are sharded along ``mesh``, all others by default (None).
 
-    Each expert is divided, so that the parts have equal sizes, or the experts if none of its dimensions fits.
+    The sharded dimension is the first of an expert's that the ranks divide evenly; without one, 0 (the experts).
     """
     experts = {weight for module in expert_modules(model) for weight in expert_weights(module)}
     info = fsdp.FSDPMeshInfo(mesh, 0) if mesh.ndim == 1 else fsdp.HSDPMeshInfo(mesh, 1, 0)

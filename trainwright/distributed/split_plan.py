@@ -52,10 +52,10 @@ def split_plan(model: nn.Module, requested: Mapping[str, TensorStyle]) -> SplitP
 
 
 def _with_adapters(plan: SplitPlan, modules: Mapping[str, nn.Module]) -> SplitPlan:
-    """Return the plan with the parts of layers that have low-rank adapters: W x + B (A x).
+    """Replace each layer with a low-rank adapter, W x + B (A x), by its base layer W and the factors A and B.
 
-    With divided outputs, A is complete on every rank, and B has the outputs of the rank. With divided inputs, A has the
-    inputs of the rank, and B is complete.
+    If the outputs of W are divided, each rank has all of A, and the outputs of B that it has of W. If the inputs are
+    divided, each rank has the inputs of A that it has of W, and all of B.
     """
     found: SplitPlan = {}
     for name, style in plan.items():

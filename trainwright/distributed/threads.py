@@ -46,7 +46,7 @@ def single_threaded() -> None:
 @functools.cache
 def _omp_set_num_threads() -> Callable[[int], object] | None:
     """Return the function of the OpenMP library that torch is linked to: a process may contain several."""
-    # also found in the libraries that the library is linked to
+    # the lookup includes the libraries that torch's library is linked to
     function = getattr(torch_library(), "omp_set_num_threads", None)
     if function is not None:
         function.argtypes, function.restype = [ctypes.c_int], None

@@ -54,7 +54,7 @@ MIN_SAME_ANSWER_FRACTION = 0.5
 MIN_SAME_ANSWER_WORDS = 4
 """Shorter answers may be class names, such as yes and no."""
 MIN_SAME_ANSWERS = 8
-"""In a small validation set, a frequent answer may be the majority by chance."""
+"""Minimum number of equal answers, unless all are equal. In a small validation set, a majority may be chance."""
 MIN_BEGINNINGS_FRACTION = 0.1
 """Minimum fraction of conversations that are the beginning of another one. A few, such as greetings, may be chance."""
 MAX_WRAPPERS = 4
@@ -64,7 +64,7 @@ MAX_SAMPLES_READ = 1000
 MAX_ROWS_COMPARED = 200_000
 """Maximum number of rows that are compared to find near duplicates; each takes 20 us."""
 SUBJECTS = Defect.HTML_LEFT | Defect.UNFILLED | Defect.ESCAPED_NEWLINE | Defect.PYTHON_TEXT
-"""Defects that are not reported if most samples with them have prompts that ask for them, as in a course on HTML."""
+"""Defects that are not reported if the prompts ask for such text, as in a course on HTML (see ``_is_subject``)."""
 _ROLE_NAMES = {code: name for name, code in ROLE_CODES.items()}
 
 
@@ -332,7 +332,7 @@ def _defect_findings(dataset: TokenizedSet, rows: NDArray[Any]) -> Iterator[Supe
 
 
 def _is_subject(dataset: TokenizedSet, rows: NDArray[Any], defect: Defect, count: int) -> bool:
-    """Return True if more than ``count`` samples have what looks like a defect because their prompts ask for it."""
+    """Return True if more samples have prompts that ask for such text than have the defect (``count``)."""
     samples = _samples(rows)
     read = samples[:MAX_SAMPLES_READ].tolist()
     about = sum(is_about(defect, _texts_of(dataset, row)) for row in read)

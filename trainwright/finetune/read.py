@@ -17,7 +17,7 @@ from trainwright.errors import MissingExtra, UsageError, suggest_file, text_of
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 HELD_OUT = ("validation", "valid", "val", "dev", "eval", "test")
-"""Names of files that hold a split for evaluation; the first of a folder is the validation set."""
+"""Names of files that hold a split for evaluation. The first of these that a folder has is its validation set."""
 SPLIT_NAME = re.compile(rf"(train|{'|'.join(HELD_OUT)})(?:[-_.\d].*)?", re.IGNORECASE)
 HTML = re.compile(r"<!doctype\s+html|<html\b|<head\b", re.IGNORECASE)
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
@@ -31,7 +31,7 @@ LINE_BITS = 36
 
 
 def in_list(line: int, number: int) -> int:
-    """Return one number for a line and the number (from 1) of a record in a JSON list, which may be on one line."""
+    """Return a line and the number (from 1) of a record in a JSON list as one integer. A list may be on one line."""
     return line | number << LINE_BITS
 
 
@@ -143,7 +143,7 @@ def _data_files(folder: Path) -> tuple[Path, ...]:
 
 
 def _splits(files: tuple[Path, ...]) -> dict[str, tuple[Path, ...]]:
-    """Return the files of each split, training first; {} unless each file names its split: train-00001.jsonl."""
+    """Return the files of each split, training first; {} unless all names begin with a split, one of them train."""
     found: dict[str, tuple[Path, ...]] = dict.fromkeys(("train", *HELD_OUT), ())
     for path in files:
         name = SPLIT_NAME.fullmatch(path.stem)

@@ -546,7 +546,7 @@ MIN_USUAL = 3
 MAX_LABEL_WORDS, MAX_LABEL_CHARS = 3, 30
 SENTENCES = re.compile(r"[.!?。！？]\s+\S+\s+\S")
 MIN_WORDS_WITH_MARK, MIN_MARKED, MIN_USUALLY_MARKED = 8, 0.9, 0.6
-"""Minimum words of a long answer. MIN_MARKED of the long answers are nearly all, MIN_USUALLY_MARKED are most."""
+"""Minimum words of a long answer, and the fractions of long answers that count as nearly all, and as most."""
 WORD_AT_END = re.compile(r"\w+\Z")
 SHORT_FORMS = _about(
     "title headline name slogan list quer(?:y|ies) translat rewrit keyword caption tag paraphras summar poem poetry "
@@ -684,7 +684,7 @@ MAX_BEGINNINGS_FRACTION = 0.5
 
 
 def _same_beginning(samples: Sequence[SampleTexts]) -> SetSign | None:
-    """Find different answers that all begin with the same long text, such as the system prompt."""
+    """Find different answers, at least half of all, that begin with the same long text, such as the system prompt."""
     begins = [each.answer.strip()[:MIN_BEGINNING_CHARS] for each in samples]
     begin, most = Counter(begins).most_common(1)[0]
     found = [at for at, each in enumerate(begins) if each == begin]
@@ -1008,7 +1008,7 @@ MIN_SCRIPT_FRACTION, MIN_LATIN_FRACTION = 0.5, 0.95
 
 
 def _scripts(texts: Sequence[str]) -> dict[int, str]:
-    """Return the script of each prompt and answer in which most letters are of one script, by the names of Unicode."""
+    """Return the main script of texts by position, such as LATIN. Prompts (even positions) and answers alternate."""
     found = dict[int, str]()
     for at, text in enumerate(texts):
         read = unicodedata.normalize("NFKC", text[:MAX_SCRIPT_CHARS_READ])
@@ -1069,7 +1069,7 @@ def _short_words(text: str) -> set[str]:
 
 
 MIN_CLEAR, MAX_SWAPPED = 0.85, 0.3
-"""Fraction of pairs that are clear, either way, and the maximum fraction of those that look swapped."""
+"""Minimum fraction of pairs with a clear score in either direction, and maximum fraction of pairs that look swapped."""
 MIN_PAIRS = 12
 
 

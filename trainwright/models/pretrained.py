@@ -226,7 +226,7 @@ def load_pretrained(
             ``attn_implementation``.
 
     Returns:
-        The model in evaluation mode, with ``pretrained_of`` information.
+        The model in evaluation mode. ``pretrained_of`` returns its origin.
 
     Raises:
         UsageError: The model cannot be found, needs code that is not allowed, or its weights do not fit.
@@ -400,7 +400,7 @@ _MODEL_FILES = ("config.json", "generation_config.json", "model", "adapter_", "p
 
 def hub_model_of(model: nn.Module) -> Any | None:
     """Return the model of ``transformers`` that ``model`` is, or that PEFT has wrapped; None for any other model."""
-    # not of the package, whose attributes import their modules, which takes seconds
+    # `transformers.PreTrainedModel` would import the module, which takes seconds
     base = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
     inside = [model.get_submodule(path) for path in ("", "base_model.model") if _has(model, path)]
     return next((each for each in inside if base is not None and isinstance(each, base)), None)

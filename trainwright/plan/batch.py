@@ -25,7 +25,7 @@ class UserBatches:
 
 
 def require_fits(recipe: Recipe, batches: UserBatches, ranks: int) -> None:
-    """Raise RecipeError with every setting that such data cannot satisfy."""
+    """Raise RecipeError with every setting that the user's batches cannot satisfy."""
     if problems := list(_problems(recipe, batches, ranks)):
         raise RecipeError(problems)
 
@@ -82,7 +82,7 @@ def solve_batch(
 ) -> BatchPlan:
     """Fill in what is None. If ``size`` is not a multiple of micro-batch and ranks, the last micro-batch is shorter.
 
-    An unresolved ``micro`` of ``auto`` is the full batch of a rank.
+    An unresolved ``micro`` of ``auto`` is the batch of a rank, divided by ``accumulation`` if it is set.
 
     Raises RecipeError when all three are set and contradict each other.
     """

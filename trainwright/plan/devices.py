@@ -63,7 +63,7 @@ def rate(group: RankGroup, node: ClusterNode) -> float:
     """Return the bytes/s at which a rank of the group sends while all other groups of its kind do the same."""
     if group.nodes == 1:
         return node.link * LINK_EFFICIENCY
-    share = node.network * group.local / node.ranks  # ranks / local groups share the network of a machine
+    share = node.network * group.local / node.ranks  # (node.ranks / group.local) groups share a machine's network
     return min(node.link, share) * LINK_EFFICIENCY
 
 
@@ -97,8 +97,8 @@ class Device:
     ``host_bandwidth`` is the rate in bytes/s at which an update on the host reads and writes; ``host_memory_bytes`` is
     the free host memory, 0 if unknown. ``reach_flops`` and ``reach_bandwidth`` are the fractions of these figures that
     good kernels reach. ``launch_s`` is the host's time to launch one operator, the minimum that an operator takes.
-    ``node`` is the machine that contains the device. ``price`` is that of an hour in US dollars, None if unknown;
-    ``priced`` names whose price it is, and when.
+    ``node`` is the machine that contains the device. ``price`` is in US dollars per hour, None if unknown; ``priced``
+    names the provider and the date of the price.
     """
 
     name: str

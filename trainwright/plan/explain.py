@@ -22,10 +22,7 @@ WALL_TIME_SCOPE = "from the first step on: training, evaluation, examinations, s
 
 
 def preflight(plan: Plan, now_s: float) -> list[str]:
-    """Return the header, then a line for each further fact and decision.
-
-    ``now_s`` is the Unix time of the first step.
-    """
+    """Return the lines that are printed before a run. ``now_s`` is the Unix time of the first step."""
     lines = [
         f"device      {plan.device} ({plan.device_name})",
         f"parameters  {plan.parameters:,}{_share(plan.trainable, plan.parameters)}",

@@ -1,4 +1,4 @@
-"""Makes the Plan from a recipe and facts. Each derived number or decision has a Note with its reason."""
+"""Makes the Plan from a recipe and facts. Notes in the plan state the reasons of its decisions."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from trainwright.plan.parallel import ONE_RANK, Degrees, solve_layout
 from trainwright.recipe import Duration, Recipe
 
 PrecisionName = Literal["fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8"]
-# Used only for `precision: auto`, which asks for speed; the default is fp32. No threshold clearly separates models that
-# bf16 speeds up from others: the built-in recipes gain factors of 0.4 to 1.5, and even at 1.3 two starts of BERT chose
-# different precisions. 1.03 is the largest slowdown that `benchmarks.auto` accepts.
+# Minimum speed-up for which `precision: auto` chooses bf16 over fp32 on a CPU. No threshold clearly separates models
+# that bf16 speeds up from others: the built-in recipes gain factors of 0.4 to 1.5, and even at 1.3 two starts of BERT
+# chose different precisions. 1.03 is the largest slowdown that `benchmarks.auto` accepts.
 BF16_PAYS_ABOVE = 1.03
-# The number of threads is chosen by default, so noise must not change it. Fewer threads are faster only if threads wait
-# for cores, and then by large factors.
+# Minimum speed-up for which fewer threads are chosen. It is above the noise of the timing. Fewer threads are faster
+# only if threads wait for cores, and then by large factors.
 FEWER_THREADS_PAY_ABOVE = 2.0
 
 
@@ -36,9 +36,10 @@ class Note:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Facts about the live objects before the run. Counts are per epoch; None for a stream without a length.
+    """Facts about the live objects before the run. Samples are per epoch; None for a stream without a length.
 
-    ``own_batches`` describes the user's ready batches, None if Trainwright makes the batches.
+    ``own_batches`` describes the user's batches, None if Trainwright makes the batches. ``tokens_per_sample`` is 0 if
+    inputs are no token ids. ``classes`` is None if targets are no classes.
 
     ``low_precision`` is what the device computes in hardware: a subset of ("tf32", "bf16", "fp16", "fp8", "mxfp8");
     ``threads`` are the numbers of CPU threads to choose from, the largest first.
@@ -60,7 +61,7 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class Spent:
-    """The counters of a run at the last change of its batch size. Later steps have the new size."""
+    """The counters of a run at the last change of its batch size. ``position`` counts the samples in the epoch."""
 
     step: int = 0
     samples: int = 0
@@ -116,13 +117,13 @@ class Predicted:
     """Predictions and measurements from before the first step. Bytes are for one rank.
 
     Attributes:
-        expected_loss: The loss of a classifier that guesses.
+        expected_loss: The loss of a classifier that guesses; None for other models.
         initial_loss: The loss of the untrained model; None in a resumed run.
         memory_bytes: Bytes by kind.
-        step_s: A step, including ``wait_s`` for its batch.
-        wait_s: The wait for a batch.
+        step_s: Time of a step, including ``wait_s``.
+        wait_s: Time in a step in which it waits for its batch.
         seconds: The wall-clock time that is left, by activity.
-        ends_in_s: The deadline; None if there is none.
+        ends_in_s: Wall-clock limit from the first step to the end of the run; None if there is none.
     """
 
     expected_loss: float | None = None
@@ -138,9 +139,9 @@ class Predicted:
 class Plan:
     """All derived numbers.
 
-    ``lr`` is None if it is the default of an optimizer that is not built-in, until this optimizer is made. ``settled``
-    are values that the recipe left open and that were resolved before the model was built. ``header`` names every
-    setting and its origin.
+    ``lr`` is None if it is the default of an optimizer that is not built-in, until this optimizer is made. ``warmup``
+    is a number of steps (int), or a fraction of a run that is budgeted in time (float). ``settled`` are values that the
+    recipe left open and that were resolved before the model was built. ``header`` names every setting and its origin.
     """
 
     device: str

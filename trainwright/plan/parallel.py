@@ -19,9 +19,9 @@ AXES = ("pipeline", "replicate", "shard", "expert", "context", "tensor")
 
 @dataclass(frozen=True)
 class Degrees:
-    """The number of parts along each axis.
+    """The number of ranks along each axis.
 
-    They are copies, weight shards, tensor parts, pipeline stages, sequence parts, and parts of the experts.
+    These are copies, parts of weights, parts of layers, stages of layers, parts of sequences, and parts of experts.
     """
 
     replicate: int = 1

@@ -40,7 +40,8 @@ MIN_PLACE_FRACTION = 0.02
 class ProfileSession:
     """Profiles a loop whose training thread calls ``mark`` after each step.
 
-    Nothing is instrumented during the first ``after`` steps, and once the session is ``done``.
+    Nothing is instrumented during the first ``after`` steps, and once the session is ``done``. ``for_s`` is the minimum
+    time of the timed steps. ``trace`` is the file for the trace; None: it is not written.
     """
 
     def __init__(
@@ -73,7 +74,6 @@ class ProfileSession:
         return self._next == self._rest
 
     def mark(self) -> None:
-        """Mark the end of a step."""
         self._next()
 
     def _wait(self) -> None:
@@ -186,7 +186,7 @@ def without_occasional_steps(steps: list[tuple[float, Counter[HostPlace]]]) -> l
 
 
 def _without_experiments(seconds: float, places: Counter[HostPlace]) -> tuple[float, Counter[HostPlace]]:
-    """Return a step without experiments on replays, because most of their budget is spent early in the run."""
+    """Return a step without experiments on replays. They are frequent early in a run, and would bias the profile."""
     looks_s = sum(each for place, each in places.items() if place.phase == "looks")
     rest = Counter({place: each for place, each in places.items() if place.phase != "looks"})
     return max(0.0, seconds - looks_s), rest
@@ -206,7 +206,7 @@ _SYNCHRONIZING |= dict.fromkeys(("masked_select", "_unique2", "unique_consecutiv
 
 
 class StepCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode around one step. Code outside of passes and update, such as an evaluation, is not counted."""
+    """A dispatch mode that counts operators and host syncs of one step, without those of an evaluation or a save."""
 
     is_the_watchs = True  # the recorder is inactive in a user's mode; this marks the mode as Trainwright's
 
@@ -274,7 +274,7 @@ _GOLDEN = 0.6180339887498949
 
 
 class HostSampler:
-    """Seconds by place since the last ``take``.
+    """Samples the position of a thread in the source, and returns the seconds at each place since the last ``take``.
 
     A sample counts for the time since the previous one, because samples are late while code holds the GIL.
     """
@@ -287,7 +287,6 @@ class HostSampler:
         self._sampler = threading.Thread(target=self._sample, name="trainwright profile", daemon=True)
 
     def start(self) -> None:
-        """Start to sample."""
         self._sampler.start()
 
     def take(self) -> Counter[HostPlace]:

@@ -61,7 +61,7 @@ _FILES = {
     f"{_TORCH}nn/modules/module.py:_call_impl": "forward",
     f"{_TORCH}nn/functional.py": "forward",
 }
-"""The phase of code by its file, or by a function of a file; a folder ends in a slash."""
+"""The phase of code by its folder, file or function. ``looks`` are experiments on replays, which a profile omits."""
 _INNERMOST = ("looks", "looking", "exchange")
 """Phases that apply even within another phase: hooks of the recorder run inside of the forward pass."""
 _phases: dict[CodeType, str | None] = {}
@@ -150,7 +150,7 @@ class StepTracer:
         for root in roots:
             for path, module in root.named_modules():
                 self._add_hooks(path, module)
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise it writes to stderr when it starts and stops
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise Kineto writes to stderr when it starts and stops
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
         self._profile = profile(activities=activities, profile_memory=True)
         self._profile.start()

@@ -62,7 +62,8 @@ class HostSync:
 class ProfileFacts:
     """A profile. ``phases`` add up to ``step_s``, the mean over ``steps`` steps that ran without a profiler.
 
-    ``busy`` is the fraction of the time in which a GPU computed, None on a CPU. ``workers`` is None if unknown.
+    ``busy`` is the fraction of the time in which a GPU computed, None on a CPU. ``workers`` is the number of processes
+    that read data, None if unknown. ``trace`` is the name of the trace file. ``failed`` has errors by missing part.
     ``kernels`` are the calls per step of GPU kernels and compiled regions, by name. ``memory`` are the bytes that
     tensors held over the traced steps. ``left_out`` is the number of timed steps that are not in the mean, because an
     occasional evaluation, save or examination followed them.
@@ -100,11 +101,11 @@ class ProfileFacts:
 
 Bound = Literal["input", "communication", "overhead", "own code", "launch", "memory-bandwidth", "compute"]
 MIN_REPORTED_FRACTION = 0.05
-"""Minimum fraction of a step that is reported: smaller ones are within the noise of two cores."""
+"""Minimum fraction of a step that is reported. Smaller ones are within the noise of a machine with two cores."""
 MIN_BOTTLENECK_FRACTION = 0.25
-"""Waiting, saving, observers or user code are the bottleneck only from this fraction of a step on."""
+"""Minimum fraction of a step for which a wait is the bottleneck, if the computation is not launch-bound."""
 CALLS_PER_OPERATOR = 5
-"""On a CPU: host time of an operator in a training step, with autograd and modules / host time of a small operator."""
+"""On a CPU: host time of an operator in a training step, with autograd and modules / that of the operator alone."""
 CACHED_BYTES = 1 << 20
 """On a CPU: the size up to which inputs and outputs of an operator stay in the caches, in bytes."""
 MAX_IDLE_GPU_FRACTION = 0.5
@@ -152,9 +153,8 @@ def judge(facts: ProfileFacts, device: Device) -> BoundVerdict:
     }
     main = max(waits, key=lambda name: waits[name])
     of_compute = _compute_bound(facts, spent)
-    least = (
-        facts.share(*COMPUTE) if of_compute == "launch" else MIN_BOTTLENECK_FRACTION
-    )  # launches could be reduced, too
+    # If launches bound the computation, which could be faster too, a wait must take as long as the computation.
+    least = facts.share(*COMPUTE) if of_compute == "launch" else MIN_BOTTLENECK_FRACTION
     bound: Bound = main if waits[main] >= min(least, 0.5) else of_compute  # type: ignore[assignment]
     named = {name for name, share in waits.items() if share >= MIN_REPORTED_FRACTION} | {bound}
     flops = sum(work.flops for work in facts.work)
@@ -170,7 +170,7 @@ def judge(facts: ProfileFacts, device: Device) -> BoundVerdict:
 
 
 def _time_by_resource(facts: ProfileFacts, device: Device) -> dict[str, float]:
-    """Count each operator for its slowest resource: arithmetic, memory, or the launch by the host."""
+    """Return seconds by resource. An operator counts only for its slowest: arithmetic, memory, or the host's launch."""
     spent = {"arithmetic": 0.0, "memory": 0.0, "launches": 0.0}
     on_cpu = device.kind == "cpu"
     for work in facts.work:
@@ -274,7 +274,7 @@ def _hottest(facts: ProfileFacts, named: set[str]) -> list[Hot]:
 
 
 def _advice(facts: ProfileFacts, device: Device, bound: Bound, named: set[str]) -> Iterator[Advice]:
-    """Yield advice, first for the bottleneck."""
+    """Yield advice in the order in which to try it."""
     if bound == "input":
         yield from _of_input(facts)
     if facts.share("saving") >= MIN_REPORTED_FRACTION:

@@ -138,7 +138,7 @@ def _put_value(document: Document, override: Override) -> None:
 
 
 def _forget(document: Document, path: str) -> None:
-    """Remove places and faults of a value that an override replaces."""
+    """Remove a value that an override replaces from ``places`` and ``unreadable``."""
     document.unreadable = {known for known in document.unreadable if not _under(known, path)}
     document.places = {known: place for known, place in document.places.items() if not _under(known, path)}
 
@@ -293,7 +293,7 @@ def dump(recipe: Recipe) -> str:
 
 
 def dump_masked(recipe: Recipe) -> str:
-    """Return the recipe as ``dump`` does, without secrets, because a run folder is copied and sent."""
+    """Return the recipe as ``dump`` does, without secrets, because people share run folders."""
     return write(masked(recipe.model_dump()))
 
 
@@ -404,7 +404,8 @@ RECOMMENDED: Mapping[str, Settings] = {
     "optimizer.clip": {"optimizer.clip.by": "norm", "optimizer.clip.at": 1.0},
     "schedule.use": {"schedule.use": "cosine", "schedule.warmup": "0.05run"},
 }
-"""Settings of the preset, by the path that must not be stated for them to apply: a named schedule gets no warm-up."""
+"""Settings of the preset by path. They apply only if the recipe states neither this path nor one below it: a recipe
+that names a schedule gets no warm-up."""
 SGD: Settings = {"optimizer.args.momentum": 0.9}
 SHORT_FORMS = ("model", "loss", "optimizer", "schedule")
 """Sections for which a bare name is short for ``{use: name}``."""
@@ -658,7 +659,7 @@ def _example_value(field: FieldInfo | None) -> str:
 
 
 def _plain(value: object) -> str:
-    """Returns a default as written in YAML, or "" where it is no example."""
+    """Return a default as written in YAML, or "" if it cannot serve as an example."""
     if value is None or isinstance(value, (Section, dict, list, tuple)):
         return ""
     return format_value(value) if isinstance(value, (bool, int, float)) else str(value)

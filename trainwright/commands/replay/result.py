@@ -37,7 +37,7 @@ class Rerun:
     """The result of a replay. ``exit_code`` is 0 for the same bits, else 1.
 
     Attributes:
-        step: The step.
+        step: The replayed step.
         source: The run folder or bundle.
         compared: The compared numbers.
         error: The exception of the step, if it raised one.
@@ -46,7 +46,7 @@ class Rerun:
         settings: Overrides of the recipe.
         inexact: True if an input of the step is unknown, so that different bits are not a finding.
         records: All records that the findings are made from.
-        findings: The findings.
+        findings: Findings from ``records``, and one if the bits differ without a known reason.
         examined: The records of this replay only.
         unexamined: Names of experiments that did not run.
         changed: The outcome of a change that was tried instead of an examination.

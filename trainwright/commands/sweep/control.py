@@ -82,7 +82,7 @@ def run_sweep(sweep: Sweep, *, say: Say = print, environ: Mapping[str, str] | No
     import_optional("optuna", needed_for="a sweep")
     _make_folder(sweep)
     with _locked(sweep.folder / LOCK, say) as lock, quiet_optuna(), _stopping() as stop:
-        # Left by a process that was killed during a write. No other process writes now.
+        # A process that was killed during a write leaves this lock. No other process writes now.
         (sweep.folder / f"{JOURNAL}.lock").unlink(missing_ok=True)
         _keep_spec(sweep)
         return _Control(sweep, lock, stop, say, os.environ if environ is None else environ).run()
@@ -107,7 +107,6 @@ class _Control:
         self._why_ended = ""
 
     def run(self) -> SweepResult:
-        """Run all trials."""
         self._trials.load(self._trials.num_started - 1)
         unfinished = [self._trials.unfinished[number] for number in sorted(self._trials.unfinished)]
         self._pending += [each for each in unfinished if each.number < self._sweep.trials]
@@ -340,7 +339,7 @@ def _holder(descriptor: int) -> str | None:
 
 @contextmanager
 def _stopping() -> Iterator[threading.Event]:
-    """Provide an event that SIGINT and SIGTERM set. A second SIGINT raises KeyboardInterrupt."""
+    """Provide an event that SIGINT, SIGTERM and SIGUSR1 set. A second SIGINT raises KeyboardInterrupt."""
     stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield stop

@@ -99,9 +99,7 @@ class SweepResult:
 
 
 def ranked(rows: Sequence[TrialRow], mode: str) -> tuple[TrialRow, ...]:
-    """Return finished trials first, from the best to the worst; then pruned ones, by the step at which they were
-    pruned.
-    """
+    """Return finished trials from the best to the worst, then pruned ones, the latest pruned first, then all others."""
 
     def key(row: TrialRow) -> tuple[int, int, float, int]:
         value = row.value if row.value is not None else 0.0

@@ -39,7 +39,7 @@ class Dimension:
     """One path of the recipe and its values: the ``choices``, or a range from ``low`` to ``high``, both included."""
 
     path: str
-    written: object
+    written: object  # the value in the sweep file
     choices: tuple[object, ...] = ()
     low: float = 0
     high: float = 0
@@ -156,7 +156,7 @@ def _range(path: str, text: str, found: re.Match[str], is_whole: Callable[[float
 
 
 def _points(low: float, high: float, count: int, *, is_log: bool, is_int: bool) -> list[float]:
-    """Return equally spaced numbers with six significant digits. The ends are exact."""
+    """Return ``count`` numbers of six digits, evenly spaced on a linear or logarithmic scale. The ends are exact."""
     if is_log:
         inside = [low * (high / low) ** (n / (count - 1)) for n in range(1, count - 1)]
     else:
@@ -471,7 +471,7 @@ def _metric(file: SweepFile, loaded: Loaded) -> tuple[str, Literal["min", "max"]
 
 
 def _sampler(file: SweepFile, space: Sequence[Dimension]) -> tuple[Literal["grid", "random", "tpe"], int | None]:
-    """Return the sampler, and the number of points of a grid. The default is a grid if it has few enough points."""
+    """Return the sampler, and the number of points of a grid. The default is a grid of at most ``trials`` points."""
     if file.sampler == "grid":
         return "grid", len(grid_points(space))
     grids = [each.grid for each in space]
@@ -483,7 +483,7 @@ def _sampler(file: SweepFile, space: Sequence[Dimension]) -> tuple[Literal["grid
 
 
 def _check_combinations(space: Sequence[Dimension], points: int | None, path: Path, settings: Sequence[str]) -> None:
-    """Check the combinations of a grid against the schema. Raises RecipeError with all problems."""
+    """Check the combinations of a grid against the schema, unless it is large. Raises RecipeError with each problem."""
     if points is None or points > MAX_CHECKED_COMBINATIONS or len(space) < 2:
         return
     found = list[Problem]()
