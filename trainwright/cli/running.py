@@ -57,8 +57,9 @@ def become_torchrun(options: Sequence[str], loaded: Loaded) -> NoReturn:
     torchrun = "from trainwright.cli.torchrun import main; main()"  # -m would warn: the package imports it as well
     arguments = ["-c", torchrun, *meet, *passed_on, *options, "-m", "trainwright", *command]
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the default of torchrun, without its four lines of warning
-    if not meet:  # else the agent of a restarted node waits for an address that the others send only once
+    if not meet:
         arguments[-len(command) - 2 : -len(command) - 2] = _keep_alive(options)
+        # With a shared store, the agent of a restarted node waits for an address that the others send only once.
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     os.execv(sys.executable, [sys.executable, *arguments])
 

@@ -145,7 +145,7 @@ def batches_of(chosen: ChosenModel, data: object, batch: int | None) -> Evaluati
         unwrapped = unwrap(data)
     size = batch or unwrapped.batch_size or DEFAULT_BATCH_SIZE
     if unwrapped.own_batches is not None:
-        size = sys.maxsize
+        size = sys.maxsize  # the user's batches are not divided
     how = Loading(size, size, device=chosen.device, collate=unwrapped.collate, order=unwrapped.order)
     return EvaluationBatches(unwrapped.dataset, how)
 

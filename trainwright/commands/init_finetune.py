@@ -31,7 +31,7 @@ MIN_FULL_BATCHES = 20
 MAX_PADDING_FRACTION = 1 / 3
 """Padding tokens / all tokens of the batches, above which the samples of a micro-batch share one row instead."""
 DECODERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
-"""Ends of the class names of decoders. ``ForConditionalGeneration`` without an encoder also reads images."""
+"""Ends of the class names of decoders. A ``ForConditionalGeneration`` without an encoder is a decoder for images, too."""
 DATASETS: dict[Use, type[TokenizedSet]] = {each.use: each for each in (Chat, Instruct, Completion, Texts, Preference)}
 
 

@@ -213,7 +213,7 @@ def profile(
         build: Makes the recipe and its objects.
         for_s: Seconds of timing at full speed.
         budget_s: Seconds for trying remedies; 0 tries none.
-        audits: Compare the kernels that ran with those that the recipe asks for.
+        audits: Compare the kernels that ran with those that the recipe requests.
         console: The output.
     """
     console = console or Console()

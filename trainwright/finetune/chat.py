@@ -39,7 +39,7 @@ class Rendered:
         text: The text.
         ends: End of each message in it.
         spans: Begin and end of the text that carries loss.
-        defects: What was noticed.
+        defects: Defects of the record that its rendering shows.
     """
 
     text: str

@@ -52,7 +52,7 @@ class DPO(nn.Module):
     A run computes these with its initial weights, before the first step.
 
     Args:
-        beta: Strength of the bond to the reference model.
+        beta: Strength of the penalty on divergence from the reference model.
         label_smoothing: Probability that a preference is the wrong way round (conservative DPO).
     """
 

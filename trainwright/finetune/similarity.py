@@ -34,7 +34,7 @@ def content_hash(parts: Sequence[tuple[str, str]]) -> int:
 
 
 def signature(parts: Sequence[tuple[str, str]]) -> NDArray[np.uint32]:
-    """Return the MinHash signature (32,) of what is said, without system messages."""
+    """Return the MinHash signature (32,) of all texts but system messages."""
     words = [word for role, text in parts if role not in ("system", "developer") for word in text.lower().split()]
     hashes = np.array([zlib.crc32(word.encode("utf-8", "surrogatepass")) for word in words] or [0], dtype=np.uint32)
     with np.errstate(over="ignore"):
@@ -103,7 +103,7 @@ def groups(hashes: NDArray[np.uint64], signatures: NDArray[np.uint32]) -> NDArra
 
 
 def is_held_out(hashes: NDArray[np.uint64], group: NDArray[np.int64], fraction: float) -> NDArray[np.bool_]:
-    """Return which rows belong to the validation set: by the hash of the first row of their group.
+    """Return which rows belong to the validation set: by the smallest hash in their group.
 
     A row keeps its side when rows are added or reordered, unless it joins a group.
     """

@@ -66,6 +66,8 @@ ROW = np.dtype(
         ("signature", "<u4", (HASHES,)),
     ]
 )
+"""One row per sequence. ``hash`` and ``answer`` identify the texts of its record and of their answers, ``defects`` is a
+``Defect``, ``kept`` is 0 if it is left out, ``rejected`` is 1 in the second row of a pair."""
 
 
 @dataclass(frozen=True)

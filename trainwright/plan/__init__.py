@@ -5,10 +5,10 @@ batch, duration the batch equation; durations of a recipe as steps, seconds or f
 explain         the Plan as lines of text before the run
 trace           traces one step under fake tensors: memory and operators
 scale, roofline memory and time of any micro-batch from two traces
-layout, remedies  the layout chosen for a device, with optimizer offload; other changes that would make a run fit
+layout          the layout chosen for a device, with optimizer offload
 many_ranks, parallel, splits, units, traffic  layouts on several ranks: memory, communication and time
 checkpointing, memory  the activations that each block keeps; memory by arithmetic
-profile, fold   the autograd graph as data; equal blocks of it as one
+profile         the autograd graph as data, with equal blocks folded into one
 machine, devices  this machine; the table of GPUs
 resume_changes  the changes that a resume would make, and how severe they are
 """

@@ -235,7 +235,7 @@ RULES: Mapping[str, Verdict | Callable[[RecipeDifference], Verdict]] = {
 UNKNOWN: Verdict = "maths", "this version does not know it: it may matter"
 
 Provenance: TypeAlias = Mapping[str, Any]
-"""The content of ``runs.provenance``: text and objects of text, each key known by its name."""
+"""The content of ``runs.provenance``: text, and mappings of text."""
 
 _IN_WORDS: Mapping[Kind, str] = {
     "fatal": "fatal",

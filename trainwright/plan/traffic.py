@@ -177,7 +177,7 @@ class StepTraffic:
             yield "pipeline", "all-reduce", "tied weights", "end", -(-tied // BUCKET_BYTES), tied, False
 
 
-_Row = tuple[str, Collective, str, str, int, int, bool]
+_Row = tuple[str, Collective, str, str, int, int, bool]  # axis, collective, what, pass, calls, bytes, overlaps
 
 
 def _row(

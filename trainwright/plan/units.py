@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from trainwright.plan.call_trace import Kind, Moment, Trace, Work
 from trainwright.plan.scale import PASSES, Scaled
 
-Zero = int
+Zero = int  # the ZeRO stage: 1, 2 or 3
 
 
 @dataclass(frozen=True)

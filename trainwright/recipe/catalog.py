@@ -296,7 +296,7 @@ OPTIMIZER_ALIASES = _by_name(
 )
 """Short names of optimizers of the package pytorch_optimizer. A recipe is read as if it named the factory."""
 OPTIMIZER_NAMES: Mapping[str, Row] = ChainMap[str, Row](OPTIMIZER_ALIASES, OPTIMIZERS)  # type: ignore[arg-type]
-"""All short names; built-in optimizers come first."""
+"""All short names. Iteration yields the built-in optimizers first."""
 
 SCHEDULES = _by_name(
     Row("constant", "trainwright.optim.schedule:ConstantSchedule", "The peak learning rate to the end."),

@@ -99,7 +99,7 @@ class Duration:
 
 @dataclass(frozen=True)
 class DurationField:
-    """Tells pydantic how to parse a Duration; with ``allow_zero`` also ``0steps``, with ``allow_budget`` ``5USD``."""
+    """How pydantic parses a Duration. ``allow_zero`` permits ``0steps``, ``allow_budget`` also ``5USD``."""
 
     allow_zero: bool = False
     allow_budget: bool = False

@@ -1,9 +1,8 @@
 """Verdicts on the samples of a dataset, before a model sees them.
 
-Checks that labels belong to their inputs, by nearest neighbours in the input space, without a model.
-
-The class of a sample is predicted from its nearest neighbours (leave one out; Cover and Hart 1967). If that is no
-better than chance but works with the labels of the samples before or after, the labels are shifted.
+``alignment`` checks that labels belong to their inputs. The class of a sample is predicted from its nearest neighbours
+in the input space (leave one out; Cover and Hart 1967). If that is no better than chance but works with the labels of
+the samples before or after, the labels are shifted.
 """
 
 from __future__ import annotations

@@ -105,8 +105,9 @@ def _of_chunks(call: Classified) -> LossCall:
 class FirstBatch:
     """The results of the first batch.
 
-    ``loss`` is a mean. ``error`` is the message of an exception, if any. ``rows`` is the size of the embedding of the
-    first input; None without one.
+    ``loss`` is a mean. ``error`` is the message of an exception, if any. ``trained`` is the number of values that may
+    be trained, ``values_without`` of those without a gradient. ``without_grad`` and ``bad_grad`` (not finite) are names
+    of parameters. ``rows`` is the size of the embedding of the first input; None without one.
     """
 
     micro: MicroBatch

@@ -38,7 +38,7 @@ def sized(loaded: Loaded, train: Unwrapped, available_bytes: int) -> Iterator[Ve
         total, trainable = count_parameters(build_model(loaded, train)[0])
     if not total:
         return
-    few = recipe.model.lora is not None or recipe.model.freeze
+    few = recipe.model.lora is not None or recipe.model.freeze  # the number is unknown; 0 is a lower bound
     trainable = 0 if few else trainable
     optimizer = recipe.optimizer
     sizes = memory_bytes(optimizer.use, optimizer.args, parameters=total, trainable=trainable, activations=0)

@@ -142,7 +142,10 @@ def _threads() -> int:
 
 @dataclass
 class _HeldRung:
-    """The last rung that held, on which the next one builds."""
+    """The last rung that was adopted, on which the next one builds. ``anchor``: see ``worse``.
+
+    ``factor`` is its batch size relative to the recipe's. ``decided`` maps recipe paths to the rungs that decided them.
+    """
 
     name: str
     settings: dict[str, str]

@@ -42,7 +42,7 @@ class Rerun:
         compared: The compared numbers.
         error: The exception of the step, if it raised one.
         blind: The reason if the step cannot be replayed.
-        notes: What makes the comparison uncertain.
+        notes: Remarks on the comparison, such as another version of torch.
         settings: Overrides of the recipe.
         inexact: True if an input of the step is unknown, so that different bits are not a finding.
         records: All records that the findings are made from.

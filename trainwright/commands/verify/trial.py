@@ -24,7 +24,7 @@ from trainwright.runs.folder import RunFolder
 from trainwright.training.run import train
 from trainwright.training.subject import Build, named
 
-STEP_S = 1 / 32  # of counted time: sums of it are exact in any order
+STEP_S = 1 / 32  # in counted time; a power of two, so that sums are exact in any order
 COMMIT_WITHIN_S = 600.0
 OTHER_DISK = "make room, or set TMPDIR to a folder on another disk"
 

@@ -52,7 +52,7 @@ class AllocatorBlock:
 
 
 class CachingAllocator:
-    """Allocates and releases blocks. ``reserved`` are the bytes of all segments."""
+    """Simulates torch's CUDA caching allocator, with its size limits. ``reserved`` are the bytes of all segments."""
 
     def __init__(self) -> None:
         self.reserved = 0
