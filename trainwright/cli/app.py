@@ -49,7 +49,7 @@ class PrintedResult(VerbResult, Protocol):
 
 
 class Verbs(TyperGroup):
-    """The group of all commands. Accepts --lang before or after their names, and prints usage errors for --json."""
+    """The group of all commands. Accepts --lang before or after their names. --json also applies to usage errors."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         end = args.index("--") if "--" in args else len(args)

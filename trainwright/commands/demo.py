@@ -80,8 +80,8 @@ def text_samples(job: Job, folder: RunFolder, progress: Progress) -> TextSamples
 class SampleWriter:
     """Lets the model of ``job`` continue a prompt, without changing its state.
 
-    If the run has a time limit, the length of a sample follows from its share of the time and the time per token of the
-    previous one. A sample shorter than ``MIN_SAMPLE_TOKENS`` is empty, unless it ``is_last``.
+    If the run has a time limit, a sample may take ``SAMPLE_TIME_FRACTION`` of it, at the time per token of the previous
+    sample. A sample shorter than ``MIN_SAMPLE_TOKENS`` is empty, unless it ``is_last``.
     """
 
     def __init__(self, job: Job) -> None:

@@ -1,6 +1,6 @@
 """``tw.evaluate``, ``tw.predict`` and their commands: loss, metrics and predictions of a model on a dataset.
 
-``chosen_model`` resolves their arguments, and those of ``tw.bad_cases``, to a model, its loss and a dataset.
+``chosen_model``, ``loss_of`` and ``batches_of`` resolve their arguments, and the arguments of ``tw.bad_cases``.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ChosenModel:
 
     Attributes:
         model: The model.
-        loaded: The recipe, if the model is that of a run folder.
+        loaded: The recipe, if the model is from a run folder.
         step: The step of its checkpoint.
         result: The result of ``tw.fit``, if the model is from it.
         parts: The objects of a run that its recorded function built.

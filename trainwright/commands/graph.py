@@ -45,9 +45,7 @@ class GraphPicture:
         return graph_svg(self.headline, self.folded)
 
     def to_json(self) -> dict[str, object]:
-        """Return the object that ``--json`` prints. ``folded`` is what is shown; ``modules``, ``nodes`` and ``edges``
-        are complete.
-        """
+        """Return the object that ``--json`` prints. Only ``folded`` has equal blocks as one."""
         return {"headline": asdict(self.headline), "folded": self.folded.to_json(), **self.profile.to_json()}
 
 

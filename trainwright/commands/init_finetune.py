@@ -31,7 +31,7 @@ MIN_FULL_BATCHES = 20
 MAX_PADDING_FRACTION = 1 / 3
 """Padding tokens / all tokens of the batches, above which the samples of a micro-batch share one row instead."""
 DECODERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
-"""Ends of the class names of decoders. A ``ForConditionalGeneration`` without an encoder is a decoder for images, too."""
+"""Ends of the class names of decoders. A ``ForConditionalGeneration`` without an encoder also reads images."""
 DATASETS: dict[Use, type[TokenizedSet]] = {each.use: each for each in (Chat, Instruct, Completion, Texts, Preference)}
 
 
@@ -165,7 +165,7 @@ def files_of(facts: Facts) -> dict[str, str]:
 
 
 def run_name(facts: Facts) -> str:
-    """Return the name of the run: that of the model and of the file."""
+    """Return the name of the run, which joins the names of model and data file."""
     parts = (Path(facts.model).name, Path(facts.data).stem)
     return re.sub(r"[^\w.-]+", "-", "-".join(parts)).strip("-.") or "finetune"
 

@@ -96,9 +96,7 @@ class ShownPlan:
         return [*lines, *self._unseen(), *fine_tuning, f"planned in {human_seconds(self.planned_s)}"]
 
     def _measured(self) -> list[str]:
-        """Return lines on the dry run, or on why there is none, and on what the times leave out. ``train`` does the
-        same dry run before its first step.
-        """
+        """Return lines on the dry run that ``train`` does, too, or why there is none, and what its times exclude."""
         beside = "evaluation, checkpoints, the doctor and logging come on top"
         plan = self.measured
         if plan is None or plan.predicted.step_s is None:

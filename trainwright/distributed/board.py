@@ -9,7 +9,7 @@ from torch import distributed
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 REPLY_TIMEOUT_S = 10.0
-"""Timeout of the store itself, in seconds, after which it counts as lost."""
+"""Seconds without a reply after which the store counts as lost."""
 
 
 class Board:

@@ -28,7 +28,7 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
 
 
 def low_precision(device: torch.device, machine: Machine) -> tuple[str, ...]:
-    """Return those of tf32, bf16, fp16, fp8 and mxfp8 that the device computes in hardware."""
+    """Return the names among tf32, bf16, fp16, fp8 and mxfp8 that the device computes in hardware."""
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         least = {"tf32": (8, 0), "bf16": (8, 0), "fp16": (7, 0), "fp8": (8, 9), "mxfp8": (10, 0)}
@@ -48,7 +48,7 @@ def usable_threads(device: torch.device) -> tuple[int, ...]:
 
 
 def device_name(device: torch.device, machine: Machine) -> str:
-    """Return the display name of the device, such as that of the GPU or CPU model."""
+    """Return the display name of the device: the model of the GPU or CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return machine.cpu

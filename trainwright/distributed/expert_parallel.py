@@ -41,7 +41,7 @@ class TokenExchange:
         return weight.to_local()
 
     def __call__(self, rows: Tensor, load_E: Tensor, compute: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """Return the output of each row's expert. ``rows`` are sorted by expert; ``load_E`` is the number for each.
+        """Return the output of each row's expert. ``rows`` are sorted by expert, ``load_E`` counts the rows of each.
 
         ``compute`` gets rows sorted by the experts of this rank, and the ends of their groups. Costs a host sync.
         """

@@ -54,7 +54,7 @@ class World(Protocol):
         ...
 
     def copy_first_(self, tensors: Sequence[Tensor]) -> None:
-        """Replace each tensor by that of rank 0, in place."""
+        """Replace each tensor by rank 0's, in place."""
         ...
 
     def to_first(self, value: T) -> list[T] | None:
@@ -178,7 +178,7 @@ class Ranks:
         return received[0]  # type: ignore[return-value]
 
     def from_previous(self, value: T) -> T:
-        """Return the value of the rank before this one; rank 0 gets that of the last rank."""
+        """Return the value of the rank before this one; rank 0 gets the value of the last rank."""
         received: list[T | None] = [None]
         with raising_rank_error("pass on objects"):
             for is_sending in (True, False) if self.rank % 2 == 0 else (False, True):

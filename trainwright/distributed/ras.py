@@ -1,7 +1,7 @@
 """Reads which ranks NCCL misses, from the RAS service that NCCL runs in each process (NCCL 2.24 and newer).
 
 Text format: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting/ras.html. The JSON format is not
-used, because that of NCCL 2.28.9 lacks a comma if a rank is missing. Not tested on a device.
+used, because NCCL 2.28.9 leaves out a comma in it if a rank is missing. Not tested on a device.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def uses_nccl() -> bool:
 def ras_report() -> str:
     """Return what the RAS service of a process on this machine reports about the job; "" without an answer.
 
-    NCCL collects the state of all processes, which takes seconds if one does not answer. The address is that of
+    NCCL collects the state of all processes, which takes seconds if one does not answer. The address is in
     ``NCCL_RAS_ADDR``, localhost:28028 by default.
     """
     host, _, port = os.environ.get("NCCL_RAS_ADDR", "localhost:28028").rpartition(":")

@@ -110,7 +110,7 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _reduced_in(unit: nn.Module, own: list[nn.Parameter]) -> torch.dtype | None:
-    """Return the dtype in which gradients are summed; None: that of the gradients."""
+    """Return the dtype in which gradients are summed; None: the dtype of the gradients."""
     dtypes = {p.dtype for p in own if p.requires_grad}
     if len(dtypes) > 1:
         raise UsageError(

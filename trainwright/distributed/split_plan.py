@@ -138,7 +138,7 @@ def expert_weights(module: Any) -> list[nn.Parameter]:
 
 
 def _part_of(owner: str, first: Sequence[str], blocks: Sequence[str], last: Sequence[str]) -> str:
-    """Return the part of the model that has a module: ``first``, ``last``, or the name of its block or of itself."""
+    """Return the part that the module ``owner`` is in: ``first``, ``last``, the name of its block, or its own name."""
     for part, names in (("first", first), ("last", last), ("", blocks)):
         for name in names:
             depth = name.count(".") + 1
@@ -201,7 +201,7 @@ def _divided(module: nn.Module, style: TensorStyle) -> Iterator[Cut]:
 
 
 def _heads_of(model: nn.Module) -> dict[str, int]:
-    """Return the numbers of attention heads, of the built-in transformer and those of ``transformers``."""
+    """Return the numbers of attention heads of a built-in transformer, or of one of ``transformers``."""
     options = getattr(model, "options", None) or getattr(model, "config", None)
     counts = {name: getattr(options, name, None) for name in _HEAD_COUNT_NAMES}
     words = {"heads": "attention heads", "num_attention_heads": "attention heads", "num_key_value_heads": "KV heads"}

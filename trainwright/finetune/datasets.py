@@ -391,7 +391,7 @@ def padded(samples: Sequence[Mapping[str, Tensor]], pad_id: int) -> dict[str, Te
 
 
 def pad_id_of(tokenizer: Tokenizer) -> int:
-    """Return the id of padding; without one, that of the end of a text, or 0."""
+    """Return the padding id of a tokenizer, else its end-of-text id, else 0."""
     found = tokenizer.pad_token_id
     found = tokenizer.eos_token_id if found is None else found
     return 0 if found is None else int(found)

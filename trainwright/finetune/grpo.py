@@ -176,7 +176,7 @@ class GRPO(nn.Module):
             log_ratio_RT = reference_RT - log_probs_RT
             kl_RT = log_ratio_RT.exp() - log_ratio_RT - 1
             log(kl=(kl_RT.detach() * mask_RT).sum() / tokens.clamp(min=1))
-            loss_RT = loss_RT + self.beta * ratio_RT * kl_RT  # with the ratio, its gradient is that of the KL
+            loss_RT = loss_RT + self.beta * ratio_RT * kl_RT  # the ratio makes its gradient that of the KL
         sums_R = (loss_RT * mask_RT).sum(1)
         if self.loss_type == "grpo":
             return Loss((sums_R / mask_RT.sum(1).clamp(min=1)).sum(), float(len(sums_R)))

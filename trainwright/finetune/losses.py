@@ -93,7 +93,7 @@ def bradley_terry(model: nn.Module, batch: Batch, *, center: float = 0.0) -> Los
     """Reward model: -log sigmoid of the difference of two rewards (Bradley-Terry), per pair.
 
     The model returns one logit for each row, as ``AutoModelForSequenceClassification`` with ``num_labels=1`` does. The
-    reward is that of the last token that is no padding. A key ``margin`` of the batch is subtracted from the
+    reward is the logit of the last token that is no padding. A key ``margin`` of the batch is subtracted from the
     difference.
 
     Args:

@@ -143,7 +143,7 @@ def _data_files(folder: Path) -> tuple[Path, ...]:
 
 
 def _splits(files: tuple[Path, ...]) -> dict[str, tuple[Path, ...]]:
-    """Return the files of each split, training first; {} unless all names begin with a split, one of them train."""
+    """Return the files of each split, training first; {} unless all names begin with a split: train and others."""
     found: dict[str, tuple[Path, ...]] = dict.fromkeys(("train", *HELD_OUT), ())
     for path in files:
         name = SPLIT_NAME.fullmatch(path.stem)

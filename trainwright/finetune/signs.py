@@ -330,7 +330,7 @@ SIGNS: tuple[Sign, ...] = (
         reads="all",
     ),
     Sign(
-        Defect.SECRET,  # formats of keys, from the documentation of those who issue them
+        Defect.SECRET,  # formats of keys, as documented by their issuers
         "said",
         _pattern(
             r"\b(?:sk-(?:\w+-)?[A-Za-z0-9_-]{24,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{40,}|AKIA(?!.{9}EXAMPLE)"

@@ -66,8 +66,8 @@ ROW = np.dtype(
         ("signature", "<u4", (HASHES,)),
     ]
 )
-"""One row per sequence. ``hash`` and ``answer`` identify the texts of its record and of their answers, ``defects`` is a
-``Defect``, ``kept`` is 0 if it is left out, ``rejected`` is 1 in the second row of a pair."""
+"""One row per sequence. ``hash`` and ``answer`` are hashes of all texts and of all answers of its record. ``defects``
+is a ``Defect``. ``kept`` is 0 for a sequence that is left out, ``rejected`` is 1 in the second row of a pair."""
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ def _layout_of_first(records: Sequence[FileRecord], options: EncodingOptions) ->
 
 
 def _renamed(fields: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, Any]:
-    """Return the fields under the names that the layouts use. ``columns`` maps these names to those in the file."""
+    """Return the fields under the names that the layouts use. ``columns`` maps these to the names in the file."""
     if not columns:
         return fields
     return {**fields, **{name: fields[theirs] for name, theirs in columns.items() if theirs in fields}}

@@ -238,7 +238,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """The position-wise network D -> F -> D; ``hidden`` is F, by default that of the config."""
+    """The position-wise network D -> F -> D; ``hidden`` is F, by default ``config.hidden_width``."""
 
     def __init__(self, config: GPTConfig, hidden: int | None = None) -> None:
         super().__init__()
@@ -260,7 +260,7 @@ class FeedForward(nn.Module):
 
 
 def activated(up: Tensor, gate: Tensor | None, activation: str) -> Tensor:
-    """Return the hidden values of a feed-forward network; ``gate`` is that of SwiGLU, else None."""
+    """Return the hidden values of a feed-forward network; ``gate`` is None except for SwiGLU."""
     if gate is not None:
         return F.silu(gate) * up
     return F.relu(up).square() if activation == "relu2" else F.gelu(up, approximate="tanh")
@@ -423,7 +423,7 @@ class GPT(nn.Module):
         return dict.fromkeys(weights, ratio) if ratio != 1 else {}
 
     def take_part(self, part: SequencePart) -> None:
-        """Compute only a part of each sequence from now on. Inputs are full ids; logits are those of the part."""
+        """Compute only a part of each sequence from now on. Inputs are full sequences; logits are of the part only."""
         self.part, mask = part, LastPositions()
         for module in self.modules():
             if isinstance(module, Attention):

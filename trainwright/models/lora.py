@@ -217,7 +217,7 @@ def _layer_like(base: Mapping[str, Tensor], transposed: bool, is_embedding: bool
 
 
 def _of_layer(config: Mapping[str, Any], kind: str, layer: str, default: str) -> Any:
-    """Return the value of one layer: that of the first matching pattern, else the default, as in PEFT."""
+    """Return the value for one layer as PEFT does: by the first matching pattern, else the default."""
     for pattern, value in (config.get(f"{kind}_pattern") or {}).items():
         if re.fullmatch(rf"(.*\.)?({pattern})", layer):
             return value
@@ -310,7 +310,7 @@ def _plain(value: Any) -> Any:
 
 
 def _linears(model: nn.Module) -> list[str]:
-    """Return the names of the linear layers; those of GPT-2 in transformers are of the class Conv1D."""
+    """Return the names of the linear layers. GPT-2 in transformers has the class Conv1D for them."""
     return [
         name
         for name, module in model.named_modules()

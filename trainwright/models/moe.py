@@ -189,8 +189,8 @@ class MoEGPT(GPT):
     """ids_BT -> logits_BTV. The feed-forward network of each block is an ``Experts``.
 
     The biases change in the first forward pass of a step, by the load of the previous step. So the routing does not
-    change between a forward pass and its recomputation in backward, and the load is that of all micro-batches. A step
-    starts when gradients are None. With several ranks, the load is that of all their tokens.
+    change between a forward pass and its recomputation in backward, and the load counts all micro-batches. A step
+    starts when gradients are None. With several ranks, the load counts the tokens of all ranks.
     """
 
     tensor_plan = MOE_TENSOR_PLAN

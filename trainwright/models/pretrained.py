@@ -51,7 +51,7 @@ class Pretrained:
     """The origin of a pretrained model, and what its files did not contain.
 
     Attributes:
-        name: The folder or the name on the hub, as it was given.
+        name: The folder or the name on the hub that was passed.
         folder: The folder that was read.
         revision: The commit hash on the hub, or ``sha256:...`` of the files in a local folder.
         dtype: The dtype of the weights.
@@ -299,7 +299,7 @@ def _set(settings: Any, values: Mapping[str, object]) -> None:
 
 
 def _class(transformers: Any, folder: Path, settings: Any, architecture: str | None, trust_remote_code: bool) -> Any:
-    """Return the class that loads the model: the given one, that of its config.json, or that of its repository."""
+    """Return the class that loads the model: ``architecture``, the class in config.json, or one of the repository."""
     names = [architecture] if architecture else list(getattr(settings, "architectures", None) or ())
     for name in names:
         if hasattr(getattr(transformers, name, None), "from_pretrained"):

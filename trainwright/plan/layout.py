@@ -134,7 +134,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Choice:
-    """``best`` is the chosen option, or the one with the lowest peak if none fits. ``options`` are all of them."""
+    """``best`` of the ``options`` is the chosen one, or the option with the lowest peak if none fits."""
 
     best: Option
     options: tuple[Option, ...]

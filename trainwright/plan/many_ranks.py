@@ -1,6 +1,6 @@
 """Plans a recipe on many ranks: computes memory, communication and time of each layout, and chooses the best one.
 
-The rule is that of ``plan.layout``: choose the simplest layout that fits and whose step time is within
+The rule is the same as in ``plan.layout``: choose the simplest layout that fits and whose step time is within
 ``STEP_TIME_TOLERANCE`` of the fastest.
 """
 

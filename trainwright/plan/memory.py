@@ -51,5 +51,5 @@ def _rank_bytes(num_bytes: int, ranks: int, *, whole: bool = False) -> int:
 
 
 def room_for_logits(usable_bytes: int, held_bytes: int) -> int:
-    """Return the bytes of logits that fit beside ``held_bytes`` of state and beside other activations."""
+    """Return the bytes of logits that fit in addition to ``held_bytes`` of state and to other activations."""
     return max(0, int(LOGITS_MEMORY_FRACTION * (usable_bytes - held_bytes)))

@@ -21,7 +21,7 @@ AXES = ("pipeline", "replicate", "shard", "expert", "context", "tensor")
 class Degrees:
     """The number of ranks along each axis.
 
-    These are copies, parts of weights, parts of layers, stages of layers, parts of sequences, and parts of experts.
+    They have copies of the model, weight shards, parts of layers, pipeline stages, parts of sequences, or some experts.
     """
 
     replicate: int = 1

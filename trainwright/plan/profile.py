@@ -1,6 +1,6 @@
 """The profile of a model's autograd graph, as data: modules, autograd nodes and saved tensors.
 
-``fold`` makes one row of equal blocks, ``blocks.0-11 x 12``, whose numbers are sums over all of them.
+``fold`` makes one row of equal blocks, ``blocks.0-11 x 12``, whose numbers are sums over the blocks.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class GraphProfile:
         return inside, outside
 
     def with_trace(self, trace: Trace) -> GraphProfile:
-        """Return the profile with the FLOPs of one forward and backward pass, and the bytes beside saved tensors."""
+        """Return the profile with the FLOPs of one forward and backward pass, and with ``elsewhere_bytes``."""
         forward: Counter[str] = Counter()
         backward: Counter[str] = Counter()
         for each in trace.work:

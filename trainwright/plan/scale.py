@@ -114,10 +114,10 @@ class Scaled:
 
 
 def accumulate(trace: Trace, accumulation: int) -> Trace:
-    """Return the trace of a step of ``accumulation`` micro-batches, from that of one.
+    """Return the trace of a step of ``accumulation`` micro-batches, from the trace of one micro-batch.
 
-    From the second micro-batch on, the accumulated gradients stay while new ones are made and freed; the inputs of all
-    are held from the start. Only one of these equal micro-batches is in ``moments``; all of them are in ``work``.
+    From the second micro-batch on, the accumulated gradients stay while new ones are made and freed. All inputs are
+    held from the start. ``moments`` has only one of these later, equal micro-batches; ``work`` has all.
     """
     if accumulation == 1:
         return trace

@@ -54,7 +54,7 @@ class Traffic:
 class Activations:
     """Bytes per sample of the activations that ranks exchange.
 
-    ``stream`` is what a block hands to the next. Tensor parallel layers all-reduce the ``tensor_`` tensors in each
+    ``stream`` is the output of a block. Tensor parallel layers all-reduce the ``tensor_`` tensors in each
     block, and the ``once_`` tensors outside of the blocks, except ``once_gathered``, which they all-gather.
     ``context_`` are the keys and values of full sequences that context parallelism gathers in each block. ``again``
     means that activation checkpointing recomputes a block in backward.

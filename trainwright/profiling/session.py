@@ -40,8 +40,8 @@ MIN_PLACE_FRACTION = 0.02
 class ProfileSession:
     """Profiles a loop whose training thread calls ``mark`` after each step.
 
-    Nothing is instrumented during the first ``after`` steps, and once the session is ``done``. ``for_s`` is the minimum
-    time of the timed steps. ``trace`` is the file for the trace; None: it is not written.
+    Nothing is instrumented during the first ``after`` steps, and once the session is ``done``. ``for_s`` replaces
+    ``TIMED_S``. ``trace`` is the file for the trace; None: it is not written.
     """
 
     def __init__(

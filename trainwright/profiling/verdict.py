@@ -105,7 +105,7 @@ MIN_REPORTED_FRACTION = 0.05
 MIN_BOTTLENECK_FRACTION = 0.25
 """Minimum fraction of a step for which a wait is the bottleneck, if the computation is not launch-bound."""
 CALLS_PER_OPERATOR = 5
-"""On a CPU: host time of an operator in a training step, with autograd and modules / that of the operator alone."""
+"""Ratio on a CPU: host time of an operator in a training step (with autograd and modules) / of the operator alone."""
 CACHED_BYTES = 1 << 20
 """On a CPU: the size up to which inputs and outputs of an operator stay in the caches, in bytes."""
 MAX_IDLE_GPU_FRACTION = 0.5
@@ -153,7 +153,7 @@ def judge(facts: ProfileFacts, device: Device) -> BoundVerdict:
     }
     main = max(waits, key=lambda name: waits[name])
     of_compute = _compute_bound(facts, spent)
-    # If launches bound the computation, which could be faster too, a wait must take as long as the computation.
+    # Launch-bound computation can be made faster, too. Then a wait must take as long to count as the bottleneck.
     least = facts.share(*COMPUTE) if of_compute == "launch" else MIN_BOTTLENECK_FRACTION
     bound: Bound = main if waits[main] >= min(least, 0.5) else of_compute  # type: ignore[assignment]
     named = {name for name, share in waits.items() if share >= MIN_REPORTED_FRACTION} | {bound}

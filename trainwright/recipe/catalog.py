@@ -39,7 +39,7 @@ class OptimizerRow(Row):
     """The properties of an optimizer that recipe, plan and assembly need without importing it."""
 
     state_per_weight: float
-    """Bytes kept for each trained weight, relative to those of a weight in fp32."""
+    """Bytes kept for each trained weight, relative to the 4 bytes of a weight in fp32."""
     decoupled: bool
     """True if weight decay stays out of the moments, as in AdamW; False if it is added to the gradient (L2)."""
     lr: float | None = 1e-3
@@ -55,7 +55,7 @@ class OptimizerRow(Row):
     adds_state: tuple[str, ...] = ()
     """Arguments that, when true, keep one more value for each weight."""
     splits_state: tuple[str, ...] = ()
-    """Arguments that determine the state of each weight."""
+    """Arguments that decide which state each weight has. A resume cannot change them."""
     groups: str = ""
     """The factory of its parameter groups, if the usual ones do not fit: see ``optim.choose``."""
     group_args: tuple[str, ...] = ()

@@ -388,7 +388,7 @@ FORMER_DEFAULTS: Settings = {
 
 
 def without_former_keys(recipe: Mapping[str, object]) -> dict[str, object]:
-    """Return a raw recipe without those keys of earlier versions that have their default value."""
+    """Return a raw recipe without keys of earlier versions, if they have their default value."""
     found = dict(recipe)
     for path, default in FORMER_DEFAULTS.items():
         name, _, former = path.partition(".")
@@ -410,7 +410,7 @@ SGD: Settings = {"optimizer.args.momentum": 0.9}
 SHORT_FORMS = ("model", "loss", "optimizer", "schedule")
 """Sections for which a bare name is short for ``{use: name}``."""
 MAX_PATH_KEYS = 4
-"""The maximum number of keys in a stated path. Arguments may nest deeper, those from Python without limit."""
+"""The maximum number of keys in a stated path. Arguments may nest deeper; from Python, without limit."""
 
 
 def with_preset(recipe: Mapping[str, object]) -> tuple[dict[str, object], frozenset[str]]:
@@ -530,7 +530,7 @@ def problems_of(error: ValidationError, source: Source) -> list[Problem]:
 
 
 def _order(problem: Problem, source: Source) -> tuple[bool, int]:
-    """Sort key: problems of the file by line, then those of overrides."""
+    """Sort key: problems of the file by line, then problems of overrides."""
     match = re.search(r":([0-9]+)$", problem.where)
     in_file = problem.where == source.name or (match is not None and problem.where.startswith(f"{source.name}:"))
     return not in_file, int(match[1]) if match and in_file else 0

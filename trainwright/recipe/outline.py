@@ -15,7 +15,7 @@ from trainwright.recipe.source import join_path
 
 
 def section_at(keys: Sequence[str]) -> type[Section] | None:
-    """Return the section at this path, or None if the path is that of a value."""
+    """Return the section at this path, or None if the path leads to a value."""
     if not keys:
         return Recipe
     field = field_at(keys)

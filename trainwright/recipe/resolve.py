@@ -47,7 +47,7 @@ def import_factory(factory: str) -> Callable[..., Any]:
 def find(use: str, names: Mapping[str, Row], path: str, source: RecipePlaces) -> Callable[..., Any]:
     """Return the callable of a name in ``names`` or of ``package.module:callable``, without calling it.
 
-    The current folder and that of the recipe are added to the import path. Raises RecipeError with the rule and the
+    The current folder and the recipe's folder are added to the import path. Raises RecipeError with the rule and the
     remedy.
     """
     target = names[use].factory if use in names else use
@@ -85,7 +85,7 @@ def find(use: str, names: Mapping[str, Row], path: str, source: RecipePlaces) ->
 
 
 def search_beside(source: RecipePlaces) -> tuple[str, str]:
-    """Add the current folder and that of the recipe to the import path, and return both."""
+    """Add the current folder and the recipe's folder to the import path, and return both."""
     here, beside = str(Path.cwd()), str(source.folder)
     if here not in sys.path:
         sys.path.insert(0, here)

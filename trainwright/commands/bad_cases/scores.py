@@ -105,7 +105,7 @@ class _Forward(NamedTuple):
 
 
 class _LastCall:
-    """Keeps the last output of a model, for losses that do not expose what they are computed from."""
+    """Keeps the last output of a model, for losses that do not return the outputs that they use."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

@@ -102,7 +102,7 @@ def check(
 
     Args:
         loaded: The recipe.
-        given: Live objects instead of those that the recipe names. They are trained and must not be used afterwards.
+        given: Live objects that replace those in the recipe. They are trained, and must not be used afterwards.
         budget: Seconds for each part.
         tell: Receives each verdict as text at once.
 

@@ -413,7 +413,7 @@ def _neighbours(x: NDArray[np.float64]) -> NDArray[np.int64]:
 
 
 def _accuracy(near: NDArray[np.int64], y: NDArray[np.int64]) -> float:
-    """Return the fraction of samples whose class is that of most of their neighbours."""
+    """Return the fraction of samples whose class is the most frequent one among their neighbours."""
     classes, codes = np.unique(y, return_inverse=True)
     votes = np.zeros((len(y), len(classes)))
     np.add.at(votes, (np.arange(len(y))[:, None], codes[near]), 1.0)

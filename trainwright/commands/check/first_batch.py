@@ -105,9 +105,9 @@ def _of_chunks(call: Classified) -> LossCall:
 class FirstBatch:
     """The results of the first batch.
 
-    ``loss`` is a mean. ``error`` is the message of an exception, if any. ``trained`` is the number of values that may
-    be trained, ``values_without`` of those without a gradient. ``without_grad`` and ``bad_grad`` (not finite) are names
-    of parameters. ``rows`` is the size of the embedding of the first input; None without one.
+    ``loss`` is a mean. ``error`` is the message of an exception, if any. ``trained`` counts the values that require a
+    gradient, ``values_without`` the values among them without one. ``without_grad`` and ``bad_grad`` (not finite) name
+    parameters. ``rows`` is the size of the embedding of the first input; None without one.
     """
 
     micro: MicroBatch
@@ -206,7 +206,7 @@ def described(data: object) -> list[str]:
 
 
 def initial_loss(seen: FirstBatch) -> Iterator[Verdict]:
-    """Compare the loss before any update with that of an untrained model."""
+    """Compare the loss before any update with the loss of a guess."""
     if seen.error:
         return
     if not math.isfinite(seen.loss):

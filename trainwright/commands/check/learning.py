@@ -338,7 +338,7 @@ class RateEvidence:
 
     @property
     def explodes_below(self) -> bool:
-        """True if the range test explodes at a lower rate than that of the recipe."""
+        """True if the loss of the range test explodes below the recipe's learning rate."""
         return self.found is not None and self.found.stopped_at is not None and self.lr > self.found.stopped_at
 
     @property

@@ -108,7 +108,7 @@ def _gib(size: int) -> str:
 
 
 def speed(sandbox: Sandbox, step_s: float) -> Iterator[Verdict]:
-    """Compare the time that a step waits for its batch with that of the step. Workers read while the step computes."""
+    """Compare the wait for a batch with the time of a step. Workers read while the step computes."""
     reading = sandbox.job.measured.reading
     if not reading.workers and len(sandbox.load_s) > 1:  # the first batch is read with cold caches
         load_s = statistics.median(sandbox.load_s[1:])

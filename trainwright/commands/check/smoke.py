@@ -98,7 +98,7 @@ class SmokeRun:
 
     @property
     def is_worse_than_a_guess(self) -> bool:
-        """True if the loss ended clearly above that of a guess, and is not on its way down from the start."""
+        """True if the loss ended clearly above the loss of a guess, and did not fall."""
         return (
             len(self.losses) >= MIN_STEPS
             and self.guess is not None
@@ -108,7 +108,7 @@ class SmokeRun:
 
     @property
     def learned(self) -> bool | None:
-        """True if the loss fell below that of a guess, also in validation; None for too few steps."""
+        """True if the loss fell, and ended below the loss of a guess, also in validation; None for too few steps."""
         if self.error or self.val_error or not all(map(math.isfinite, self.losses)):
             return False
         if len(self.losses) < MIN_STEPS:
@@ -152,7 +152,7 @@ def smoke(sandbox: Sandbox, *, budget_s: float, step_s: float, max_steps: int, g
 
 
 def _some(sandbox: Sandbox, budget_s: float, max_steps: int) -> Iterator[StepBatch]:
-    """Yield the batches for which there is time. The schedule is that of the full run."""
+    """Yield the batches for which there is time."""
     return islice(within(sandbox.stream(), budget_s), max_steps)
 
 

@@ -93,7 +93,7 @@ def ladder(
     Args:
         recipe: The path of a recipe, or the name of a built-in one.
         settings: Overrides of the recipe, ``"path=value"``.
-        steps: Optimizer steps of the baseline. Default: those of the recipe, at most 200.
+        steps: Optimizer steps of the baseline. Default: the recipe's steps, at most 200.
         samples: The length of the baseline in samples, instead of steps.
         budget_s: Seconds after which no further rung starts.
         skip: Names of rungs to leave out, such as ``"fp16"``.

@@ -246,11 +246,11 @@ class RungResult:
     Args:
         name: The name of the rung.
         verdict: Its outcome.
-        settings: All settings of its run in addition to those of the recipe.
+        settings: All overrides of the recipe in its run.
         run: Its run folder; None if it was not tried.
         measured: Its measurements; None if it was not tried or did not finish.
         below: The name of the rung that it is compared with.
-        change: Its loss minus that of the rung below.
+        change: Its loss minus the loss of the rung below.
         speed: Time per sample of the rung below / time per sample of this one.
         lr: The learning rate that a range test found for it.
     """

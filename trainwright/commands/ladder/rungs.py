@@ -22,10 +22,10 @@ OPTIMIZERS: Mapping[str, str] = {
 """Optimizers in the order of trials, each with its arguments. With ``match_rms_adamw`` one learning rate fits all
 groups of Muon."""
 FACTORS = (2, 4)
-"""Batch sizes to try, relative to that of the recipe."""
+"""Batch sizes to try, relative to the recipe's."""
 LARGEST_FACTOR = max(FACTORS)
 LINEAR_RULE = ("sgd", "lars")
-"""Optimizers whose learning rate is scaled linearly with the batch size; that of others with its square root."""
+"""Optimizers whose learning rate is scaled linearly with the batch size. Others are scaled with its square root."""
 WARMUP = "0.05run"
 """Warm-up of a larger batch if the recipe has none."""
 NAMES = (*PRECISIONS, "compile", *OPTIMIZERS, "checkpointing", *(f"batch-x{factor}" for factor in FACTORS))
@@ -83,9 +83,7 @@ def _all(recipe: Recipe) -> Iterator[Rung]:
 
 
 def batch_settings(recipe: Recipe, factor: int, optimizer: str) -> Settings:
-    """Return the settings of a batch ``factor`` times that of the recipe. The learning rate is scaled from the recipe's
-    batch size.
-    """
+    """Return the settings of a batch ``factor`` times the recipe's, with the learning rate scaled accordingly."""
     batch = batch_of(recipe.batch, None).size
     settings = {"batch.size": str(batch * factor), "batch.accumulation": "null"}
     if recipe.optimizer.lr_rule.rule == "none":
@@ -99,7 +97,7 @@ def batch_settings(recipe: Recipe, factor: int, optimizer: str) -> Settings:
 def steps_of(recipe: Recipe, steps: int | None, samples: int | None) -> int:
     """Return the steps of the baseline: a multiple of 4, so that larger batches train on as many samples.
 
-    Without a number, those of the recipe, at most ``DEFAULT_STEPS``. Raises UsageError for a number that is too small.
+    Default: the recipe's steps, at most ``DEFAULT_STEPS``. Raises UsageError for a number that is too small.
     """
     if steps is not None and samples is not None:
         raise UsageError("--steps and --samples both set the length of a rung", remedy="give one of them")

@@ -300,7 +300,7 @@ def _fractions(records: Iterable[Record]) -> dict[int, float]:
 
 
 def _as_logged(records: Sequence[Record], begin: int, live: _Live) -> Iterator[Compared]:
-    """Compare the logged numbers of the step, and of those before it, with the computed ones."""
+    """Compare logged with computed numbers, of the step and of the steps before it."""
     logged, step = _windows(records), live.step
     earlier = [at for at in sorted(logged) if begin < at < step and at in live.results]
     if earlier:

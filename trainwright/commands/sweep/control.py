@@ -296,7 +296,7 @@ def _keep_spec(sweep: Sweep) -> None:
 
 @contextmanager
 def _locked(path: Path, say: Say) -> Iterator[int]:
-    """Hold the lock file ``path``. The trials inherit the lock, so it is free when the last of them has ended."""
+    """Hold the lock file ``path``. Trials inherit the lock, so it is free only after the last trial has ended."""
     descriptor = system_calls.open_file(path, os.O_RDWR | os.O_CREAT)
     try:
         waited_s, has_said = 0.0, False
@@ -391,7 +391,7 @@ def _jobs_by_plan(plan: Path, threads: int) -> int:
 
 
 AVERAGED_RECORDS = 10
-"""Number of records over which the training loss of a trial is averaged, because that of one batch is noisy."""
+"""Number of records over which the training loss of a trial is averaged, because the loss of one batch is noisy."""
 
 
 class ValueReader:

@@ -124,7 +124,7 @@ def _cells(row: TrialRow) -> tuple[str, ...]:
 def train_best(sweep: Sweep, rows: Sequence[TrialRow]) -> str:
     """Return the command that trains the recipe with the parameters of the best trial; "" if no trial finished.
 
-    It names the recipe of the sweep, because modules beside that recipe are not found from the folder of the sweep.
+    It names the original recipe and not ``best.yaml``, because modules are searched in the folder of a recipe.
     """
     if not rows or rows[0].ended != "finished":
         return ""

@@ -471,7 +471,7 @@ def _metric(file: SweepFile, loaded: Loaded) -> tuple[str, Literal["min", "max"]
 
 
 def _sampler(file: SweepFile, space: Sequence[Dimension]) -> tuple[Literal["grid", "random", "tpe"], int | None]:
-    """Return the sampler, and the number of points of a grid. The default is a grid of at most ``trials`` points."""
+    """Return the sampler, and the number of points of a grid. Default: a grid if it has at most ``trials`` points."""
     if file.sampler == "grid":
         return "grid", len(grid_points(space))
     grids = [each.grid for each in space]

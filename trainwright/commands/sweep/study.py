@@ -92,7 +92,7 @@ def quiet_optuna() -> Iterator[None]:
 
 
 class StudyTrials:
-    """The trials of a sweep: those that have ended, from the journal, and those that have not."""
+    """The trials of a sweep: ended ones from the journal, and unfinished ones."""
 
     def __init__(self, sweep: Sweep) -> None:
         import optuna

@@ -45,7 +45,7 @@ MAX_ROUNDING_DISTANCE = 0.01
 
 
 ALONE_SETTINGS = [f"parallel.{axis}=1" for axis in AXES if axis != "replicate"]
-"""Settings of the layout of one process, regardless of that of the recipe."""
+"""Settings that train in one process, whatever layout the recipe has."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class LayoutProof:
     explains.
 
     If ``exact``, both were run with ``parallel.exact`` and must have the same bits. ``speed_up`` is the median step
-    time of one process / that of the ranks.
+    time of one process / the median step time of the ranks.
     """
 
     recipe: Path

@@ -165,8 +165,8 @@ def verify_resume(
 ) -> Proof:
     """Run the trial in separate processes, in a temporary folder that is kept if something differs, or with ``keep``.
 
-    ``build`` makes the trained objects; None: those that ``trial.recipe`` names. An error of the user's code in one of
-    the processes is raised here, with its message and exit code.
+    ``build`` makes the trained objects; None: the objects that ``trial.recipe`` names. An error of the user's code in
+    one of the processes is raised here, with its message and exit code.
     """
     # raises for a wrong recipe before anything runs
     recipe = (build or named(trial.recipe).build)(trial.settings).loaded.recipe

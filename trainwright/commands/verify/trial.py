@@ -31,7 +31,7 @@ OTHER_DISK = "make room, or set TMPDIR to a folder on another disk"
 
 @dataclass(frozen=True)
 class TrialPart:
-    """One training of a recipe, of the objects of a function, or of the rest of the run ``resume``.
+    """One training: of a recipe, of the objects that a function makes, or the rest of the run ``resume``.
 
     It runs to its end or to the step ``end_at``. There it ends by SIGKILL once the checkpoint ``committed`` is on disk,
     or by an orderly stop if that is None. The result is written to the file ``outcome``: ``Result.to_json()``, or an

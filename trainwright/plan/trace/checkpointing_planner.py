@@ -3,7 +3,7 @@
 Each block has a ladder of levels, from keeping only its input to keeping all activations. Outputs are ordered by
 recomputation seconds per byte. All blocks start at the lowest level. The outputs that a block keeps are held while the
 loss and all later blocks run backward, so the block may keep more as long as memory stays within the budget at all
-these moments. The levels that save the most seconds per byte are taken first; of equal levels, that of the last block.
+these moments. Levels that save the most seconds per byte are chosen first; among equal ones, those of later blocks.
 The moments come from a trace of the complete step, and each choice is traced again: only its traced peak counts.
 """
 
@@ -132,7 +132,7 @@ class BlockSurvey(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if (key := storage_number(tensor)) not in self._known:
                 block.whole[key] = tensor.untyped_storage().nbytes()
         is_open, self._open = self._open, []  # the detach is not an operator of the model
-        detached = tensor.detach()  # the tensor itself would be a cycle through C++, see engine/dry_run.py
+        detached = tensor.detach()  # saving the tensor would make a cycle through C++, see engine/dry_run.py
         self._open = is_open
         return detached
 

@@ -170,7 +170,7 @@ def hidden_memory(device: DeviceName, call: OperatorCall) -> HiddenMemory | None
 
 
 def hidden_in_every_step(device: DeviceName) -> tuple[HiddenBytes, ...]:
-    """Return the memory that every step on the device holds beside its tensors."""
+    """Return the memory that every step on the device holds in addition to its tensors."""
     return CUDA_STEP_MEMORY if device == "cuda" else ()
 
 

@@ -153,7 +153,7 @@ def _sharding(held: PeakMemory, device: Device) -> list[Remedy]:
 class Forecast:
     """``written`` is the recipe as written; ``choice`` is the best layout of the same training.
 
-    ``trace`` is that of ``shown``. ``settings`` are the ``--set`` arguments that turn the recipe into the choice.
+    ``trace`` is the trace of ``shown``. ``settings`` are the ``--set`` arguments that turn the recipe into the choice.
     """
 
     name: str
@@ -327,7 +327,7 @@ def _peak_memory(blueprint: Blueprint, option: Option, device: Device) -> PeakMe
 
 
 def _other_memory(recipe: Recipe, best: Option) -> list[Note]:
-    """Return notes on memory beside the tensors of the step."""
+    """Return notes on memory in addition to the tensors of the step."""
     found = []
     held = best.layout.scaled.small.resident
     moved = best.layout.offload.state_bytes if best.layout.offload else 0

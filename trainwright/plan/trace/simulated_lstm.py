@@ -71,7 +71,7 @@ def forward_flops(
 def backward_flops(
     _grad: Tensor, x: Tensor, h: Tensor, c: Tensor, weights: Sequence[Tensor], *_args: object, **_kwargs: object
 ) -> int:
-    """Return the FLOPs of the backward pass: twice those of the forward pass."""
+    """Return the FLOPs of the backward pass: twice the FLOPs of the forward pass."""
     return 2 * forward_flops(x, h, c, weights)
 
 
