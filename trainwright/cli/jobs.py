@@ -128,5 +128,5 @@ def launch_ray(
 
 
 def _print(job: JobFile, as_json: bool) -> None:
-    """Print a job file including secrets of its command line, because it is piped into a scheduler."""
+    """Print a job file without masking secrets in its command line, because it is piped into a scheduler."""
     print(json.dumps(job.to_json()) if as_json else "\n".join(job.lines()))

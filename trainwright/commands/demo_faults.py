@@ -61,7 +61,7 @@ FAULTS: dict[str, FaultyLoop] = {
 
 
 def show(fault: str, say: Callable[[str], None], *, budget: str | None = None) -> Report:
-    """Train the loop with that fault and return the doctor's report. ``budget`` is a duration; None: 60 steps.
+    """Train the loop with a fault of ``FAULTS`` and return the report. ``budget`` is a duration; None: 60 steps.
 
     Raises UsageError for an unknown fault or an invalid duration.
     """

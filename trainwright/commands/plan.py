@@ -148,7 +148,7 @@ class ShownPlan:
         return lines
 
     def _left_for(self, op: str) -> str:
-        """Return the memory that is reserved for this operation and not counted as usable."""
+        """Return a text on the memory that is reserved for this operation and not counted as usable; "" for none."""
         if op == "context":
             return ", left out of what is usable"
         margin = human_bytes(FRAGMENTATION_FRACTION * self.forecast.device.memory_bytes)

@@ -115,7 +115,7 @@ def _left_by_rlimits() -> list[int]:
 
 
 def _kinds() -> dict[str, int]:
-    """Return the rlimits on reserved memory, used or not, by the name of the limited value in /proc/self/status."""
+    """Return the rlimits on reserved memory, by the key of the limited value in /proc/self/status."""
     try:
         import resource
     except ImportError:  # not on Windows, which has no such limits

@@ -83,7 +83,7 @@ class GRPO(nn.Module):
         loss_type: ``dapo`` gives all tokens the same weight, ``grpo`` all completions. ``dr_grpo`` divides the sum over
             the tokens by (number of completions * ``max_new_tokens``).
         tokenizer: Decodes completions; null: the tokenizer in the folder of the model.
-        vllm: Address of a vLLM server that generates the completions; null: the model generates them. Needs adapters.
+        vllm: Address of a vLLM server that generates completions, given the model's adapters; null: the model does.
         vllm_folder: A folder that the server can read, for the adapters; null: a temporary one.
 
     Raises UsageError for a value that cannot be used.

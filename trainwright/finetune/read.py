@@ -320,7 +320,7 @@ def _jsonl(number: int, path: Path) -> Iterator[FileRecord]:
 
 
 class _Twice(ValueError):
-    """A key with two values in one object."""
+    """Raised for a JSON object in which a key occurs twice."""
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

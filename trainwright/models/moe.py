@@ -85,7 +85,7 @@ class Experts(nn.Module):
     summed_over_ranks = ("load",)
     """Buffers that the engine sums over ranks after the passes of each step."""
     is_counting = True
-    """False while the engine repeats a sample that does not count."""
+    """False while a rank without samples of its own repeats a sample, which ``load`` must leave out."""
     expert_weights = ("gate", "up", "down")
     """Weights with one matrix for each expert, which expert parallelism divides."""
     exchange: ExpertExchange | None = None

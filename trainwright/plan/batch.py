@@ -14,7 +14,7 @@ from trainwright.recipe.schema import DEFAULT_BATCH_SIZE, Batch
 
 @dataclass(frozen=True)
 class UserBatches:
-    """Batches that the user's data come in: samples per batch if known, and batches per epoch.
+    """The batches in which the user's data come: samples per batch if known, and batches per epoch.
 
     ``ready``: the user's iterator makes them, so no samples can be left out, and ranks share the rows of each batch.
     """
@@ -65,8 +65,8 @@ class BatchPlan:
 def batch_of(ask: Batch, user_batches: UserBatches | None, *, ranks: int = 1) -> BatchPlan:
     """Return the batch plan of a recipe.
 
-    If the user's data come in batches (``user_batches``), steps consist of these batches. ``size`` is then nominal; it
-    counts 1 sample per batch if the number is unknown.
+    If the user's data come in batches (``user_batches``), steps consist of these batches. If their size is unknown,
+    the plan counts 1 sample per batch.
 
     Raises RecipeError when the recipe contradicts itself.
     """

@@ -235,7 +235,7 @@ def make_plan(recipe: Recipe, facts: RunFacts, *, ranks: int = 1, kept: ResumedV
 
 
 def arrange(recipe: Recipe, ranks: int, user_batches: UserBatches | None = None) -> tuple[Degrees, BatchPlan]:
-    """Return the layout over ``ranks``, and the batch. ``user_batches`` describes the user's ready batches, if any.
+    """Return the layout over ``ranks``, and the batch. ``user_batches`` describes the user's own batches, if any.
 
     Raises RecipeError with everything that cannot be done on this number of ranks.
     """

@@ -238,7 +238,7 @@ def exposed_s(traffic: Sequence[Traffic], time: StepTime, accumulation: int) -> 
 
 
 def layouts_of(ranks: int, many: ManyRanks) -> list[Degrees]:
-    """Return all degrees whose product is ``ranks``. Only if there are no others, some ranks may get no samples."""
+    """Return all degrees whose product is ``ranks``; those that leave ranks without samples only if no others exist."""
     found = [*_degrees(ranks, many.models), *_in_parts(ranks, many.parts)]
     return [each for each in found if each.data <= many.size] or found
 

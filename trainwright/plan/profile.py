@@ -70,7 +70,7 @@ class ModuleProfile:
 
 @dataclass(frozen=True)
 class GraphProfile:
-    """Modules, the root first and children behind their parent; nodes in the order of the forward pass, leaves last.
+    """Modules, the root first and children after their parent; nodes in the order of the forward pass, leaves last.
 
     ``elsewhere_bytes`` are also kept for backward, but not in a saved tensor, such as workspaces of kernels.
     """

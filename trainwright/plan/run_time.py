@@ -15,7 +15,7 @@ LAST_EVALUATION = "evaluation at the end"
 DEADLINE_EVALUATION_FRACTION, DEADLINE_FULL_EVALUATION_FRACTION = 0.015, 0.01
 """For a run with a deadline: the fraction for evaluations during the run, and for the full set at its end."""
 MIN_EVALUATION_BUDGET_S = 1.0
-"""Seconds that all evaluations together may always take."""
+"""Seconds that all evaluations together may take, even if this is more than their fraction."""
 MIN_EVALUATION_BUDGET_OF_STEPS_S = 3.0
 """The same for a run with a fixed number of steps, whose evaluations should not depend on the load of the machine."""
 
@@ -67,7 +67,7 @@ def evaluation_note(plan: Plan, cost: EvaluationCost) -> Note:
 
 
 def evaluations(plan: Plan) -> float:
-    """Return the number of evaluations in the run; 0 if its length in seconds is unknown."""
+    """Return the number of evaluations in the run; 0 if it cannot be known before a step was timed."""
     training_s, every = training_time_s(plan), plan.cadence.evaluate_every
     if every.fraction is not None:
         return 1 / every.fraction

@@ -186,7 +186,7 @@ def without_occasional_steps(steps: list[tuple[float, Counter[HostPlace]]]) -> l
 
 
 def _without_experiments(seconds: float, places: Counter[HostPlace]) -> tuple[float, Counter[HostPlace]]:
-    """Return a step without experiments on replays. They are frequent early in a run, and would bias the profile."""
+    """Leave out the time of experiments on replays, which are frequent early in a run and would bias the profile."""
     looks_s = sum(each for place, each in places.items() if place.phase == "looks")
     rest = Counter({place: each for place, each in places.items() if place.phase != "looks"})
     return max(0.0, seconds - looks_s), rest
@@ -234,7 +234,7 @@ class StepCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if in_backward():
             return "backward"
         phase = place_of(sys._getframe(2)).phase
-        if phase == "loop":  # a custom loop that computes there
+        if phase == "loop":  # the code of a custom loop calls the operator itself
             return "forward" if torch.is_grad_enabled() else "update"
         return {"forward": "forward", "backward": "backward", "update": "update"}.get(phase)  # type: ignore[return-value]
 

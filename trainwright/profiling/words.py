@@ -35,7 +35,7 @@ class SpeedUp:
 
 
 def compare_timings(one: Callable[[], float], other: Callable[[], float], rounds: int = ROUNDS) -> SpeedUp:
-    """Time both in blocks, in the order one, other, other, one, so that drift of the machine affects both equally."""
+    """Return the speed-up of ``other`` over ``one``. Their order in a round makes drift affect both equally."""
     ratios, noise = [], []
     for _ in range(rounds):
         first, second, third, fourth = one(), other(), other(), one()

@@ -410,7 +410,7 @@ SGD: Settings = {"optimizer.args.momentum": 0.9}
 SHORT_FORMS = ("model", "loss", "optimizer", "schedule")
 """Sections for which a bare name is short for ``{use: name}``."""
 MAX_PATH_KEYS = 4
-"""The maximum number of keys in a stated path. Arguments may nest deeper; from Python, without limit."""
+"""The maximum number of keys in a path of ``stated``. Arguments may nest deeper; from Python, without limit."""
 
 
 def with_preset(recipe: Mapping[str, object]) -> tuple[dict[str, object], frozenset[str]]:

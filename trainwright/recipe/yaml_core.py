@@ -84,7 +84,7 @@ class _Loader(yaml.SafeLoader):
         self.count = self.depth = 0
 
     def compose_node(self, parent: Node | None, index: int) -> Node | None:
-        """Check both limits while parsing: a hostile text could take minutes, or overflow the stack."""
+        """Check number and depth of nodes while parsing: a hostile text could take minutes, or overflow the stack."""
         self.count += 1
         self.depth += 1
         if self.count > MAX_NODES:

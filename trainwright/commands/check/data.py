@@ -25,7 +25,7 @@ MAX_INPUT_RMS = 10.0
 MAX_SCALE_RATIO = 1e3
 """Ratio of the scales of two columns above which training suffers."""
 MIN_DISTINCT_INPUT_VALUES = 8
-"""Inputs with fewer values, and rows with fewer than four times as many tokens, are often equal by chance."""
+"""Inputs with fewer values are often equal by chance. Rows of token ids need four times as many."""
 MAX_OVERLAP = 0.01
 """Fraction of validation samples that are also in the training set, above which there is a warning."""
 FAILING_OVERLAP = 0.5
@@ -280,7 +280,7 @@ def _overlap(train: DatasetSample, val: DatasetSample) -> Verdict:
 def batch_fits(
     train: DatasetSample, size: int, micro: int, *, drop_last: bool, has_batch_norm: bool
 ) -> Iterator[Verdict]:
-    """Check that the dataset fills a batch, and the size of its last batch."""
+    """Check that the dataset fills a batch, and that batch norm never gets a single sample."""
     if train.size is None:
         return
     last = 0 if drop_last else (train.size % size) % micro

@@ -390,7 +390,7 @@ def _baseline_verdict(found: MeasuredRung, known: set[str]) -> RungVerdict:
 
 
 def _warnings(found: MeasuredRung) -> set[str]:
-    """Return the codes of warnings. The baseline may have them, because rungs are only compared with the baseline."""
+    """Return the codes of warnings. They do not break the baseline, because rungs are only compared with it."""
     return {each.code for each in found.serious if each.severity == "warning"}
 
 

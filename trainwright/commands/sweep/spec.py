@@ -156,7 +156,7 @@ def _range(path: str, text: str, found: re.Match[str], is_whole: Callable[[float
 
 
 def _points(low: float, high: float, count: int, *, is_log: bool, is_int: bool) -> list[float]:
-    """Return ``count`` numbers of six digits, evenly spaced on a linear or logarithmic scale. The ends are exact."""
+    """Return ``count`` numbers, evenly spaced on a linear or log scale. All but the ends are rounded to six digits."""
     if is_log:
         inside = [low * (high / low) ** (n / (count - 1)) for n in range(1, count - 1)]
     else:
@@ -229,7 +229,7 @@ class Sweep:
     """A checked sweep.
 
     ``settings`` are the overrides of all trials, and ``folder`` is the folder of the sweep. A sweep cannot be resumed
-    with another number of ``threads`` per trial, because it changes the last bits of sums. The number of ``jobs``
+    with another number of ``threads`` per trial, which changes the last bits of sums. The number of ``jobs``
     (concurrent trials) may change.
     """
 

@@ -15,7 +15,7 @@ from trainwright.plan.parallel import in_one_process
 from trainwright.recipe import load
 
 PLAIN = ("model.activation_checkpointing=none", "model.compile=false")
-"""Settings that do not change logits, and would need a plan or a compiler."""
+"""Checkpointing and compilation are off: they would need a plan and a compiler, and do not change logits."""
 
 
 def verify_packing(recipe: Path, *, settings: Sequence[str] = ()) -> Isolation:

@@ -192,7 +192,7 @@ class TraceFn(Protocol):
 
 @dataclass(frozen=True)
 class Speed:
-    """Rates of a device, and host seconds for each operator, checkpointed block and observed operator.
+    """Rates of a device, and host seconds per operator, checkpointed block, and operator observed in Python.
 
     If a block keeps some outputs, all its operators pass through Python. A device that works while the host continues
     (``overlaps``) hides the time of Python, unless its operators are small.

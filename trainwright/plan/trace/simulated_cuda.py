@@ -1,6 +1,6 @@
 """A simulated CUDA device for machines without one: operators choose the kernels and precisions that CUDA would.
 
-Fake ``cuda`` tensors abort the process without a GPU, because the autograd engine asks for the device. So a backend
+Fake ``cuda`` tensors abort the process without a GPU, because the autograd engine needs the device. So a backend
 written in Python (PrivateUse1) takes its place. It has no kernels: only shapes are computed. Sources: torch's
 ``aten/src/ATen/autocast_mode.h`` (the lists), ``native/transformers/cuda/sdp_utils.cpp``, ``native/Dropout.cpp``.
 """
