@@ -75,9 +75,7 @@ def show(fault: str, say: Callable[[str], None], *, budget: str | None = None) -
     threads = torch.get_num_threads()
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        torch.set_num_threads(
-            1
-        )  # enough for a small network; several threads would wait for each other on a busy machine
+        torch.set_num_threads(1)  # enough here; several threads would wait for each other on a busy machine
         try:
             run = _train(loop, root / fault)
         finally:

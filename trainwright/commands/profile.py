@@ -150,7 +150,7 @@ class _Variant:
             pass
 
     def settle(self, settle: int, count: int) -> float:
-        """Choose the length of a block and return the seconds of a full block.
+        """Choose the length of blocks by a first one of ``count`` steps, and return the seconds of a full block.
 
         ``settle`` steps precede each block to use up what workers have read ahead.
         """

@@ -71,7 +71,7 @@ class Encoder:
         ]
 
     def cut(self, found: Encoded) -> Encoded:
-        """Return the sequence cut to ``max_length`` at the side that ``truncate`` names."""
+        """Return the sequence cut to ``max_length`` at the side that ``truncate`` names; uncut if it names none."""
         if self.max_length is None or len(found.ids) <= self.max_length or self.truncate in ("error", "drop"):
             return found
         kept = slice(None, self.max_length) if self.truncate == "right" else slice(-self.max_length, None)

@@ -98,7 +98,7 @@ class Placement:
 
     @property
     def rank(self) -> tuple[int, ...]:
-        """A sort key: parallel axes besides replication, policy, accumulation. The simplest layout has only zeros."""
+        """A sort key: number of axes besides replication, policy, accumulation. The simplest layout has only zeros."""
         axes = sum(getattr(self.degrees, axis) > 1 for axis in AXES if axis != "replicate")
         return (axes, ("none", "selective", "block").index(self.policy), self.accumulation > 1)
 

@@ -88,7 +88,7 @@ class DatasetSample:
         return np.array([int(t) for t in targets if t is not None], dtype=np.int64)
 
     def numbers(self) -> NDArray[np.float64] | None:
-        """Return the real targets (n, d); None unless all have one shape."""
+        """Return the real targets (n, d); None unless all have one size of at most ``MAX_FEATURES``."""
         targets = [item.target for item in self.items]
         if not targets or any(t is None or not t.is_floating_point() for t in targets):
             return None

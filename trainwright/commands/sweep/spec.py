@@ -106,7 +106,7 @@ def grid_points(space: Sequence[Dimension]) -> list[tuple[object, ...]]:
 def parse_dimension(path: str, written: object, is_whole: Callable[[float], bool]) -> Dimension:
     """Read the range or the list of values of one path. Raises UsageError.
 
-    For a range without ``int:`` or ``float:``, ``is_whole`` returns True if the path accepts whole numbers only.
+    For a range without ``int:`` or ``float:``, ``is_whole(n)`` tells if the path accepts n, but not n + 0.5.
     """
     if isinstance(written, str):
         text = written.strip()
