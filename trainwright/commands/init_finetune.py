@@ -40,7 +40,7 @@ class DataOptions:
     """Options of the data set of ``finetune``, which its recipes repeat.
 
     Attributes:
-        chat_template: A file with a chat template; None for that of the tokenizer.
+        chat_template: A file with a chat template. None: the tokenizer's template.
         on_bad_record: The reaction to a record that cannot be used.
     """
 

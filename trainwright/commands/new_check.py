@@ -64,7 +64,6 @@ pytestmark = pytest.mark.slow  # watched loops take more than half a second; wha
 
 MODELS = [lambda: nn.Linear(WIDTH, CLASSES), mlp]
 
-pytestmark = pytest.mark.slow
 CODE = "{code}"
 
 

@@ -259,7 +259,7 @@ class GRPO(nn.Module):
         """Return the token ids of sampled completions, (R, C)."""
         if is_sharded(model) or not hasattr(model, "generate"):
             what = "ranks divide its weights" if is_sharded(model) else "it has no generate()"
-            remedy = "use a transformers model that fits on each rank (parallel: {replicate: -1})"
+            remedy = "use a transformers model that fits on each rank (parallel: {replicate: auto})"
             raise UsageError(f"grpo cannot generate with a {type(model).__name__}: {what}", remedy=remedy)
         if self.server is not None:
             found = self.server.complete(

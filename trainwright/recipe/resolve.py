@@ -203,4 +203,4 @@ def _callables(value: object, path: str) -> Iterator[tuple[str, str]]:
             yield from _callables(each, f"{path}.{key}" if path else str(key))
     elif isinstance(value, list):
         for index, each in enumerate(value):
-            yield from _callables(each, f"{path}[{index}]")
+            yield from _callables(each, f"{path}.{index}")
