@@ -1,6 +1,6 @@
 """Sends messages about a run to people: rules that decide when, and channels that deliver.
 
-A thread of the run's process sends them, so that a step that hangs is reported too. The rules read no clock.
+A thread of the run's process sends them, so that a step that hangs is reported too.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def _run(argv: Sequence[str], message: str = "") -> None:
 SEVERITIES = ("info", "warning", "critical")
 Kind = Literal["finding", "loss", "no_step", "disk", "ended"]
 DISK_RECOVERY_RATIO = 2
-"""Free bytes / ``disk_below`` above which another disk alert may be sent. Values around the limit send only one."""
+"""Free bytes / ``disk_below`` above which another disk alert may be sent, so that small changes send only one."""
 
 
 class Alert(NamedTuple):
@@ -313,7 +313,7 @@ def _joined(alerts: list[Alert]) -> Alert:
 
 POLL_S = 1.0
 RETRY_S = (1.0, 4.0, 15.0, 60.0)
-"""Seconds between the attempts of a channel that fails. After them it is given up."""
+"""Seconds between attempts to send an alert. After the last attempt the alert is dropped."""
 CLOSING_S = 10.0
 """Maximum seconds that the end of a run waits for undelivered alerts, enough for two more attempts."""
 
@@ -330,9 +330,9 @@ class _Delivery:
 
 
 class AlertWatch:
-    """An observer and a context: reads new records of the log while it is entered, and sends alerts on them.
+    """An observer and a context manager: inside the context, reads new records of the log and sends alerts on them.
 
-    ``observe`` only stores the number of the step. A channel that fails is reported by ``warn``, once.
+    ``observe`` only stores the number of the step. ``warn`` is called once for a channel that fails.
     """
 
     def __init__(
@@ -420,7 +420,7 @@ class AlertWatch:
     def _retry_or_give_up(self, delivery: _Delivery, error: NotDeliveredError) -> None:
         is_over = (
             self._closing.is_set() and delivery.channel.name in self._failed
-        )  # the end of the run does not wait for it again
+        )  # the end of the run does not wait again for a channel that failed before
         if delivery.tries < len(self._retry_s) and not is_over:
             delivery.due_s, delivery.tries = time.monotonic() + self._retry_s[delivery.tries], delivery.tries + 1
             delivery.why_not = error.message
@@ -483,9 +483,9 @@ def _channels(ask: Alerts, environ: Mapping[str, str]) -> Iterator[Channel]:
 def alerting(
     ask: Alerts | None, folder: RunFolder, warn: Callable[[str], None], *, watched: bool = False
 ) -> Iterator[tuple[AlertWatch, ...]]:
-    """Send the alerts of a recipe section within the block. Provides the observers for the steps: none, or one watch.
+    """Send the alerts of a recipe section inside the context. Yields the observers of steps: none, or an AlertWatch.
 
-    The block must end after the last record is in the log. ``watched``: the log is that of a loop under ``tw.watch``.
+    Leave it after the last record is in the log. ``watched``: the log is that of a loop under ``tw.watch``.
     """
     if ask is None:
         yield ()

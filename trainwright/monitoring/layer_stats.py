@@ -27,18 +27,18 @@ from trainwright.runs.records import OUTPUT_GRAD_LOG2, OutputGrads
 R = TypeVar("R", bound=records.Record)
 
 MAX_SAMPLED_ELEMENTS = 4096
-"""Evenly spaced elements that represent a larger tensor. Moments of independent elements are then 2 % off."""
+"""Number of evenly spaced elements that represent a larger tensor. Moments of independent elements are 2 % off."""
 LOWEST_EXPONENT = -24
 """Exponent of the first bin of the histograms of activations. The first bin has zeros and smaller values."""
 NUM_BINS = 40
-"""Bins of the histograms of activations by powers of two, from 2**LOWEST_EXPONENT on."""
+"""Number of bins of the histograms of activations, one per power of two."""
 INITIAL_INTERVAL_STEPS = 25
 """Steps between two records at the beginning."""
 RECORDS_PER_E_FOLD = 1000
 """Later, a record is written when the step number has grown by 1/1000: about 5000 records in a million steps."""
 MAX_TIME_FRACTION = 0.005
 """Maximum fraction of the time of a run for these statistics."""
-MAX_LAYERS = 200
+MAX_LAYERS = 200  # of a larger model, the first and the last 100
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Layer:
 
 
 def layers_of(*models: nn.Module) -> list[Layer]:
-    """Return each block by the first number in its path, such as ``blocks.3``, and other modules with parameters.
+    """Return a layer per block, such as ``blocks.3`` (the path up to its first number), and per other trained module.
 
     With several models, as in a GAN, the path begins with the number of the model.
     """
@@ -154,7 +154,8 @@ class LayerStats(HookedStats):
     Call ``begin`` before the forward pass, ``before_update`` when the gradients are complete, and ``after_update``
     after the step. ``read`` then returns the record once the host has it, without waiting. ``is_live`` returns True in
     a forward pass of training; others do not count. If a rank has shards of the parameters, the shards are measured,
-    and ``combine_shards`` replaces their squared norms (3, parameters) by those of the full parameters, in place.
+    and ``combine_shards`` replaces their squared norms by those of the full parameters, in place. The tensor of norms
+    has shape (3, parameters): of gradients, updates and weights.
     """
 
     def __init__(
@@ -191,7 +192,7 @@ class LayerStats(HookedStats):
                     self._sampled[index] = self._sample(local(found)).float()
             self.hooks_s += time.perf_counter() - begin_s
 
-        keep.is_recorders = True  # type: ignore[attr-defined]  # not a hook of the user, which a replay would need
+        keep.is_recorders = True  # type: ignore[attr-defined]  # replays need the user's hooks, and not this one
         return keep
 
     @torch.no_grad()
@@ -216,7 +217,7 @@ class LayerStats(HookedStats):
 
     @torch.no_grad()
     def after_update(self) -> None:
-        """Compute update / weights, and start the copy of all values to the host."""
+        """Compute the ratios of updates to weights, and start the copy of all values to the host."""
         self._unhook()
         measured, self._measured = self._measured, {}
         if not measured:  # the step ended before its update
@@ -267,7 +268,7 @@ class LayerStats(HookedStats):
 
 
 def _dense(parameter: nn.Parameter) -> Tensor:
-    """Return the gradient, or this rank's shard of it; of a sparse one, its values."""
+    """Return the gradient, or this rank's shard of it; the values of a sparse gradient; zero if there is none."""
     if parameter.grad is None:
         return torch.zeros((), device=parameter.device)
     grad = local(parameter.grad)
@@ -275,7 +276,7 @@ def _dense(parameter: nn.Parameter) -> Tensor:
 
 
 def histogram(rows: Tensor, low: int = LOWEST_EXPONENT, bins: int = NUM_BINS) -> Tensor:
-    """Return the number of elements of each row by power of two. Needs no host sync, since all sizes are known."""
+    """Return the counts of each row's elements by power of two: (rows, bins). Does not wait for the device."""
     powers = torch.frexp(rows.nan_to_num(0.0, 0.0, 0.0).abs()).exponent - 1 - low
     powers = torch.where(rows == 0, 0, powers).clamp_(0, bins - 1)
     counts = torch.zeros(len(rows), bins, device=rows.device)
@@ -319,7 +320,7 @@ class StepStats(Protocol):
 class LayerLog(Generic[R]):
     """Writes a record in some steps. ``record`` makes it from the fields that ``stats`` has read.
 
-    The second step is measured, then one in ``INITIAL_INTERVAL_STEPS``, and fewer later on: see ``RECORDS_PER_E_FOLD``.
+    The second step is measured, then every 25th step, and fewer later on: see ``RECORDS_PER_E_FOLD``.
     Fewer steps are measured if the host time would exceed ``MAX_TIME_FRACTION``. This does not apply with ``in_step``,
     because all ranks take part in the same step.
     """
@@ -484,7 +485,7 @@ class OutputGradStats(HookedStats):
                 if found is not None and found.requires_grad:
                     found.register_hook(add)  # type: ignore[no-untyped-call]
 
-        keep.is_recorders = True  # type: ignore[attr-defined]  # not a hook of the user, which a replay would need
+        keep.is_recorders = True  # type: ignore[attr-defined]  # replays need the user's hooks, and not this one
         return keep
 
     def before_update(self, _optimizer: Optimizer | None = None) -> None:
@@ -514,9 +515,7 @@ class OutputGradStats(HookedStats):
         self._norms, self._sampled = {}, {}
 
     def read(self, *, wait: bool = False) -> Mapping[str, object] | None:
-        """Return the fields of an OutputGrads record once they are on the host; None before, and if there is nothing
-        new.
-        """
+        """Return the fields of an OutputGrads record once they are on the host; None before, and if none is new."""
         values = self._copy.take(wait=wait)
         if values is None:
             return None

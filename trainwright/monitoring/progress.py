@@ -202,7 +202,7 @@ class Progress:
         self.print(masked(text))
 
     def print(self, text: str) -> None:
-        """Print a line unchanged, such as an address with its token."""
+        """Print a line without masking secrets, such as an address with its token."""
         if self._quiet:
             return
         try:
@@ -369,7 +369,7 @@ def curve(points: list[tuple[int, float]]) -> str:
 
 @dataclass(frozen=True)
 class Measured:
-    """Measurements from at least the newer half of a run so far.
+    """Measurements of at least the newer half of the steps so far.
 
     Args:
         step_s: Seconds of a step, with the wait for its batch.
@@ -396,8 +396,8 @@ class _Sums(NamedTuple):
 class TimeSpent:
     """An observer that adds up the components of the time between two steps.
 
-    ``examined_s`` returns the total seconds of the doctor. The first steps are slower and are examined more often, so
-    the measured steps begin at a power of two and are at least the newer half.
+    ``examined_s`` returns the total seconds of the doctor. ``measured`` leaves out early steps, which are slower and
+    examined more often: it covers at least the newer half of the steps, from a power of two on.
     """
 
     def __init__(self, examined_s: Callable[[], float], clock: Callable[[], float] = time.perf_counter) -> None:
@@ -448,7 +448,10 @@ SecondsLeft = Callable[[TrainState], float | None]
 
 
 class EndTime:
-    """An observer. ``seconds_left`` is called once; ``line`` makes the text of step_s, seconds left and unix time."""
+    """An observer that prints the predicted end of the run, once.
+
+    ``line`` makes the text from the seconds of a step, the remaining seconds and the current Unix time.
+    """
 
     def __init__(
         self,

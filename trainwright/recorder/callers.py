@@ -16,7 +16,7 @@ _OURS = tuple(f"{Path(__file__).parents[1]}/{room}/" for room in _ROOMS)
 """Folders whose code runs between a loop and its recorder. A loop may be in another folder of this package."""
 _PACKAGES = (f"{Path(torch.__file__).parent}/", *_OURS)
 _NOT_PLACES = (f"{Path(__file__).parents[1]}/", f"{Path(sys.executable).parent}/")
-"""This package and the folder of command line programs such as ``trainwright``, which are no places of a fault."""
+"""This package and the folder of command line programs such as ``trainwright``. No fault is located in them."""
 _PLANTED = f"{Path(__file__).parents[1]}/commands/demo_faults.py"  # the loops of ``trainwright demo --break``
 _STANDARD = f"{Path(contextlib.__file__).parent}/"
 _LIBRARIES = ("lightning", "pytorch_lightning", "transformers", "accelerate")

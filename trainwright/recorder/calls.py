@@ -25,7 +25,7 @@ class Hook:
         self._root, self._call = root, call
 
     def __call__(self, module: nn.Module, *arguments: object) -> None:
-        # a replica of DataParallel has the recorder's hook, too
+        # replicas of DataParallel have this hook, too, but are not the user's module
         if not torch.compiler.is_compiling() and module is self._root:
             self._call(module, *arguments)
 
@@ -85,7 +85,7 @@ def _recorders(hooks: Any) -> set[int]:
 
 
 class HookPair:
-    """The two hooks of a module, which can be taken out of its dicts for a moment. Takes 1 us."""
+    """The two hooks of a module. ``pause`` removes them from its dicts of hooks, in 1 us, until ``resume``."""
 
     def __init__(self, root: nn.Module, first: int, last: int) -> None:
         self._before, self._after = root._forward_pre_hooks, root._forward_hooks
@@ -127,7 +127,7 @@ def call_hooks(
     last = root.register_forward_hook(Hook(root, after), always_call=True)
 
     def begin(root: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        root._forward_hooks.move_to_end(last.id)  # type: ignore[attr-defined]  # the loop's own hooks belong to the call, also those that came later
+        root._forward_hooks.move_to_end(last.id)  # type: ignore[attr-defined]  # hooks that the user added later belong to the call, so they run before this one
         before(root, args, kwargs)
 
     first = root.register_forward_pre_hook(Hook(root, begin), with_kwargs=True, prepend=True)
@@ -228,9 +228,7 @@ _OWN_CALLS = _OwnCalls()
 
 
 def parts_of(root: nn.Module) -> list[nn.Module]:
-    """Returns the children of ``root`` that have parameters and can be called. A ModuleList or ModuleDict is
-    replaced by its children.
-    """
+    """Returns the children of ``root`` that have parameters. A ModuleList or ModuleDict is replaced by its children."""
     found = []
     for child in root.children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):

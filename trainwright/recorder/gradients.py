@@ -27,7 +27,7 @@ class ScaledLosses:
         self.by_id: dict[int, tuple[Tensor, Tensor, float | Tensor]] = {}
 
     def add(self, scaler: object, loss: object, scaled: object) -> None:
-        """Records that ``scaled`` is ``loss`` times the scale of ``scaler``, a GradScaler or Trainwright's."""
+        """Records that ``scaled`` is ``loss`` times the scale of ``scaler``, which is torch's or Trainwright's."""
         if isinstance(loss, Tensor) and isinstance(scaled, Tensor) and scaled is not loss:
             scale = getattr(scaler, "_scale" if isinstance(scaler, GradScaler) else "scale")
             on_gpu = isinstance(scale, Tensor) and scale.device.type != "cpu"
@@ -61,7 +61,7 @@ class GradientRecorder(Listener):
         self._versions: Versions | None = None
         self._is_foreign = self._retains = False
         self._was_taped = False  # the tape was running when backward was called
-        self.saw_others = False  # a loss of parameters that are not watched
+        self.saw_others = False  # backward was called on a loss without watched parameters
         self._edits = False  # the loop changes gradients by hand
         self._unused = UnusedGradients()
         self._carried = CarriedGradients()
@@ -156,7 +156,7 @@ class GradientRecorder(Listener):
         return not leaves or any(id(leaf) in self._numbers for leaf in leaves)
 
     def on_autograd_grad(self, outputs: object, inputs: object, options: Kwargs) -> None:
-        """Records gradients for an update without backward. With ``create_graph``, they are part of a loss instead."""
+        """Records gradients for an update without backward. Ignores ``create_graph``: these are part of a loss."""
         variables = _as_list(inputs)
         if options.get("create_graph") or not any(id(each) in self._numbers for each in variables):
             return
@@ -176,7 +176,7 @@ class GradientRecorder(Listener):
         if self._is_foreign:
             return
         if self._was_clipped:
-            self._versions = None  # a clip follows and changes them, and reading versions takes 1 % of a small step
+            self._versions = None  # a clip will change them as in the last step; reading takes 1 % of a small step
         else:
             self.on_gradients_changed()
         if self._edits and "carried" in self.current.values:

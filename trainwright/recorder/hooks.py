@@ -1,4 +1,4 @@
-"""Hooks and patches of the calls of every training loop. Each calls the methods of the listeners."""
+"""Hooks on modules and optimizers, and patches of torch, that report the calls of a training loop to listeners."""
 
 from __future__ import annotations
 
@@ -66,9 +66,7 @@ class CallHooks:
         self._hooks.close()
 
     def pause(self) -> None:
-        """Takes the hooks off until ``resume``, for calls that nobody listens to: torch calls a module without hooks
-        10 us faster.
-        """
+        """Removes the hooks until ``resume``. A call of a module without hooks is 10 us faster."""
         for each in self._pairs:
             each.pause()
 
@@ -81,7 +79,7 @@ class CallHooks:
 def listening(group: Sequence[Listener], roots: Sequence[nn.Module]) -> Iterator[CallHooks]:
     """Registers listeners for every forward call of ``roots``, and every backward, step, ... of this thread.
 
-    Torch's classes are patched while any listener is registered. A forked process has no listeners. Returns the hooks
+    Torch's classes are patched while any listener is registered. A forked process has no listeners. Yields the hooks
     of the forward calls.
     """
     _forget_in_forks()
@@ -150,7 +148,7 @@ class _Patches:
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
-        self._left: dict[tuple[int, str], object] = {}  # our functions that other code has wrapped
+        self._left: dict[tuple[int, str], object] = {}  # patches that stay, because other code wrapped them
 
     def enter(self) -> None:
         for owner, name, wrap in _WRAPPERS:
@@ -231,6 +229,7 @@ _updates = Updates()
 
 
 def _on_step(stepping: Optimizer, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
+    """Reports an update. A closure computes the gradients, so the report then follows its first call."""
     if not has_listeners():
         return None
     optimizer = same_optimizer(stepping)
@@ -307,7 +306,7 @@ def _wrap_backward(original: TorchFunction) -> TorchFunction:
 
 
 def _wrap_tensor_backward(original: TorchFunction) -> TorchFunction:
-    """Wraps Tensor.backward, a torch function: the tape must stop before the call reaches it."""
+    """Wraps Tensor.backward, so that listeners can stop the tape, which would record it as a torch function."""
 
     def backward(self: Tensor, *args: object, **kwargs: object) -> object:
         tell("on_backward_called")
@@ -317,7 +316,7 @@ def _wrap_tensor_backward(original: TorchFunction) -> TorchFunction:
 
 
 def _wrap_grad(original: TorchFunction) -> TorchFunction:
-    """Wraps torch.autograd.grad. Under a mode for torch functions, grad calls itself again: both count as one call."""
+    """Wraps torch.autograd.grad. Under a TorchFunctionMode, grad calls itself; the inner call is not reported."""
 
     def grad(outputs: object, inputs: object, *args: object, **kwargs: object) -> object:
         names = ("grad_outputs", "retain_graph", "create_graph")
@@ -363,7 +362,7 @@ def _wrap_scaler_step(original: TorchFunction) -> TorchFunction:
     def step(self: GradScaler, optimizer: Optimizer, *args: object, **kwargs: object) -> object:
         if not has_listeners():
             return original(self, optimizer, *args, **kwargs)
-        seen: list[Optimizer] = []
+        seen: list[Optimizer] = []  # stays empty if the scaler skips the update
         handle = optimizer.register_step_post_hook(lambda optimizer, *rest: seen.append(optimizer))
         try:
             result = original(self, optimizer, *args, **kwargs)
@@ -432,7 +431,7 @@ def _wrap_schedule(original: TorchFunction) -> TorchFunction:
 
 def _wrap_iter_init(original: TorchFunction) -> TorchFunction:
     def init(self: _LoaderIterator, loader: object, *args: object, **kwargs: object) -> None:
-        self._trainwright_ids = []  # sampler values of batches that were not returned yet
+        self._trainwright_ids = []  # what the sampler returned for batches that the loop has not received yet
         original(self, loader, *args, **kwargs)
         tell("on_epoch", loader, self)
 

@@ -71,7 +71,10 @@ class Listener:
     def on_clip(
         self, by: str, at: float, parameters: list[Tensor], norm: Tensor | None, function: TorchFunction | None = None
     ) -> None:
-        """Called after a clip. ``by`` is norm, value, agc, or custom; then ``function`` clips."""
+        """Called before a clip at ``at``. ``by`` is norm, value, agc, or custom: a clip by the user's ``function``.
+
+        ``norm`` is the gradient norm, if known.
+        """
 
     def on_step(self, optimizer: Optimizer, args: Args) -> None:
         """Called right before the update; with a closure, after it has made the gradients."""
@@ -138,7 +141,8 @@ def tell(event: str, *arguments: object) -> None:
 def call_each(methods: Methods, *arguments: object) -> None:
     """Calls methods of listeners. An exception in one calls ``fail`` of its listener and does not reach the loop.
 
-    A TrainwrightError is intended and passes. Neither the user's modes nor the tape observe operations of the methods.
+    A TrainwrightError is raised, because it is meant to end the loop. The torch modes of the user and the tape do not
+    see operations inside the methods.
     """
     if (_len_torch_function_stack() or _len_torch_dispatch_stack()) and has_users_modes():
         with without_users_modes():
@@ -173,7 +177,7 @@ def is_muted() -> bool:
 
 @contextmanager
 def changing_listeners() -> Iterator[None]:
-    """Context to change ``listeners`` or ``_only`` in, which rebuilds the table of methods."""
+    """Context in which to change ``listeners`` or ``_only``. Rebuilds the table of methods at its end."""
     with _changing:
         yield
         sort_listeners()
@@ -200,7 +204,7 @@ def methods_of(group: Iterable[Listener], name: str, base: type[Listener] = List
 
 @contextmanager
 def muted() -> Iterator[None]:
-    """Context in which this thread has no events and shows no warnings, because a replay is not the loop."""
+    """Context of a replay, which must not be recorded: this thread has no events and shows no warnings."""
     thread = threading.get_ident()
     if thread in _muted:
         yield

@@ -19,7 +19,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def plain(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Returns the tensors that can be measured."""
+    """Returns the tensors whose elements can be read."""
     return [each for each in tensors if is_plain(each)]
 
 

@@ -1,4 +1,4 @@
-"""Probes: listeners that measure the live loop. They cost next to nothing and report at examinations."""
+"""Probes: cheap listeners that measure the live loop. Their facts are read at each examination."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class LoopObjects:
 
 @dataclass(frozen=True)
 class WatchSite:
-    """The run folder of a watch (None: none), and how a probe writes records and prints outside of an examination."""
+    """The run folder of a watch (None: none), and functions with which a probe writes a record and prints a line."""
 
     folder: Path | None
     write: Callable[[Record], None]
@@ -75,10 +75,10 @@ class Probe(Listener):
         """Called when the loop is over, with its ``error`` if there is one. The last examination comes afterwards."""
 
     def on_closed(self, step: RecordedStep) -> None:
-        """Called at the end of a step. On a GPU its numbers may be pending."""
+        """Called at the end of a step. On a GPU, its loss and norms may still be on their way to the host."""
 
     def on_read(self, step: RecordedStep, numbers: Numbers) -> None:
-        """Called when the numbers of a step are known: at once, or some steps later on a GPU."""
+        """Called when the host has the loss and norms of a step: at once, or some steps later on a GPU."""
 
     def facts(self) -> object:
         """Returns the facts so far, a dataclass; None if there is nothing new."""

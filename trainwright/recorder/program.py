@@ -29,9 +29,10 @@ class Slot:
 
 @dataclass(slots=True, eq=False)  # not frozen, which would triple the time of creation in every step
 class Constant:
-    """A tensor from outside of the program: an input, a target, a mask; with its version when it was recorded.
+    """A tensor that the program does not make: an input, a target, a mask.
 
-    ``was_cut``: it had a graph that the program does not contain, so a model has made it.
+    ``version`` is its version counter when it was recorded. ``was_cut``: it had an autograd graph that the program does
+    not contain, so a model has made it.
     """
 
     tensor: Tensor
@@ -52,8 +53,8 @@ class Call:
     """A forward call of a root module. ``outputs`` are the slots of its tensors, in the order of ``tensors_of``.
 
     ``training`` holds the mode of every module of every root, ``wanted`` the ``requires_grad`` of every parameter.
-    The call reads the batch with the samples ``ids[batch]`` of the step. ``part`` is the path of the called module in
-    its root. ``held`` is the state of the arguments that are neither tensors nor plain values.
+    ``RecordedStep.ids[batch]`` are the samples of its batch; -1: there is none. ``part`` is the path of the called
+    module in its root. ``held`` is the state of arguments that are neither tensors nor plain values; None: all are.
     """
 
     root: int
@@ -71,7 +72,7 @@ class Call:
 
 @dataclass(slots=True)
 class Operation:
-    """A torch function between the outputs and the loss. ``with_grad``: autograd was enabled."""
+    """A torch function that the loop calls outside its models, as for the loss. ``with_grad``: autograd was enabled."""
 
     name: str
     function: TorchFunction
@@ -85,7 +86,10 @@ class Operation:
 
 @dataclass(slots=True)
 class Backward:
-    """``loss.backward()``. ``slot`` is None for a loss that the program cannot compute."""
+    """``loss.backward()``. ``slot`` is None for a loss that the program cannot compute; ``value`` is its value.
+
+    ``gradient``, ``retain`` (``retain_graph``) and ``inputs`` are the arguments of the call.
+    """
 
     slot: int | None
     value: Tensor
@@ -102,14 +106,14 @@ class Backward:
 
 @dataclass(slots=True)
 class ZeroGrad:
-    """Drops all gradients of the optimizer with this number, or of the roots (None)."""
+    """Drops all gradients of the optimizer with this number; None: of all optimizers and the roots."""
 
     optimizer: int | None
 
 
 @dataclass(slots=True)
 class Multiply:
-    """Multiplies the gradients of the parameters with these numbers (None: all) by ``factor``."""
+    """Multiplies the gradients of the parameters with these numbers (None: all) by ``factor`` (None: does nothing)."""
 
     parameters: list[int] | None
     factor: Tensor | float | None
@@ -127,10 +131,10 @@ class ClipGradients:
 
 @dataclass(slots=True)
 class OptimizerStep:
-    """The update. ``groups`` are the hyperparameters that may change between two steps.
+    """The update. ``groups`` are the hyperparameters of each parameter group. ``closure``: it calls a closure.
 
-    For an examined step, ``weights`` and ``gradients`` are sums before the update, ``left`` sums of the
-    weights after it (see ``live_sums``).
+    In a step to be examined, ``weights`` and ``gradients`` are sums before the update, and ``left`` are sums of the
+    weights after it (see ``live_sums``). They are None in other steps.
     """
 
     optimizer: int
@@ -156,8 +160,8 @@ class RecordedStep:
 
     ``blind`` is the reason why the step cannot be replayed; None if it can. ``num_bytes`` is the memory that its
     tensors keep. ``trained`` identifies the parameters that ``grad_norm`` covers, by a key of the optimizer and the
-    number of its gradients. ``is_light``: only its losses and its update were recorded. ``inputs``: the engine can
-    record its program from them.
+    number of its gradients. ``is_light``: only its losses and its update were recorded. ``inputs`` are the arguments of
+    a deferred step, from which the engine can record its program later; None for other steps.
     """
 
     step: int
@@ -196,7 +200,7 @@ class RecordedStep:
 
 
 def alive(program: list[Instruction], slots: Iterable[int] = ()) -> list[Instruction]:
-    """Returns the program without operations that no loss and none of these ``slots`` depend on: accuracies, logs."""
+    """Returns the program without operations, such as an accuracy, whose results reach neither a loss nor ``slots``."""
     needed = set(slots)
     kept: list[Instruction] = []
 
@@ -267,7 +271,7 @@ def others_in(value: object) -> list[tuple[str, object]]:
 
 
 def others_of(program: Iterable[Instruction]) -> list[tuple[str, object]]:
-    """Returns the user's functions in a program, and arguments of functions that may hold state."""
+    """Returns, by name, the user's functions in a program, and arguments of operations that may hold state."""
     found: list[tuple[str, object]] = []
     for each in program:
         if isinstance(each, Operation):
@@ -296,10 +300,9 @@ def tensors_of(value: object, depth: int = 6) -> list[Tensor]:
 
 
 def _find_tensors(value: object, depth: int, found: list[Tensor], walked: dict[int, tuple[object, int]]) -> None:
-    """Appends the tensors. ``walked`` holds each object, so that its id is not reused, and the depth of its reading.
+    """Appends the tensors in ``value``. ``walked`` maps an id to its object, so that it stays in use, and to ``depth``.
 
-    This is no nested function of ``tensors_of``: a recursive closure is a reference cycle, which would hold the
-    tensors.
+    Not a nested function of ``tensors_of``: a recursive closure is a reference cycle, which would keep the tensors.
     """
     if isinstance(value, Tensor):
         found.append(value)

@@ -26,8 +26,8 @@ def num_collectives() -> int:
 def what_is_shared(roots: Iterable[nn.Module], parameters: Iterable[Tensor]) -> str | None:
     """Returns the reason why no step can be replayed in this process alone; None if the models give no reason.
 
-    A module that holds a process group may communicate at any time, and could not continue after an interrupted replay
-    (DistributedDataParallel). A sharded parameter is never complete in this process.
+    A module that holds a process group, such as DistributedDataParallel, may communicate at any time, and could not
+    continue after an interrupted replay. A sharded parameter is never complete in this process.
     """
     if not has_others():
         return None

@@ -29,7 +29,8 @@ LONGEST = 4096
 class LoopRecorder(GradientRecorder):
     """Makes one RecordedStep of each optimizer step. ``closed`` is called with each finished step.
 
-    ``before_update`` also gets the gradient norm after a clip, if a clip just before the update has measured the norm.
+    The third argument of ``before_update`` is the gradient norm after clipping; None unless a clip right before the
+    update measured the norm.
 
     A step of several alternating optimizers (a GAN) ends when each of them has stepped. With ``closes_itself=False`` a
     step ends when ``close`` is called, as the engine does.
@@ -60,7 +61,7 @@ class LoopRecorder(GradientRecorder):
         self._call: Call | None = None
         self._begin_step(first_step)
         self._stepped: set[int] = set()
-        self._was_taping = False  # when an unwatched optimizer began its update
+        self._was_taping = False  # the tape was running when an unwatched optimizer began its update
         self._last_lines: list[list[str]] | None = None
         self._ended_s = time.perf_counter()
 
@@ -78,7 +79,7 @@ class LoopRecorder(GradientRecorder):
         self._happened("forward", (index, root.training, grad))
         if not grad:
             return
-        if self.tape.pushed:  # operations of the model are not recorded, and torch.compile would trace the mode
+        if self.tape.pushed:  # operations inside the model are not recorded, and torch.compile would trace the tape
             self.tape.stop()
         if self._unused.reads.pushed:
             self._unused.reads.stop()
@@ -132,7 +133,7 @@ class LoopRecorder(GradientRecorder):
     # updates
 
     def set_light(self, is_light: bool) -> None:
-        """Sets whether the step that begins now, and later ones, are light."""
+        """Sets whether steps are recorded by loss and update only, from the step that begins now."""
         self.is_light = is_light
         self.tape.stop()
         self._begin_step(self.current.step)
@@ -148,7 +149,7 @@ class LoopRecorder(GradientRecorder):
             return
         index = self.optimizers.index(optimizer)
         self._edits = self._edits or self._are_edited()
-        if self._edits:  # seen once, so checked in every later step
+        if self._edits:  # once detected, all later steps count as edited
             self.current.values["edited"] = True
         has_backward = self._has_backward()
         may_differ = self._carried.left or not has_backward
@@ -249,7 +250,7 @@ class LoopRecorder(GradientRecorder):
         self._ended_s, self._fetched.waited_s = time.perf_counter(), 0.0
 
     def close_deferred(self, done: RecordedStep) -> None:
-        """Ends the step with ``done``, which was not recorded by events."""
+        """Ends a deferred step: ``done`` holds its inputs, and no events were recorded."""
         now_s = time.perf_counter()
         done.ended_s = time.time()
         done.values["step_s"], done.values["wait_s"] = now_s - self._ended_s, 0.0

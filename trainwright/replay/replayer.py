@@ -53,18 +53,20 @@ class Intervention:
     """Changes of a replay. By default nothing changes, and the result has the same bits.
 
     Attributes:
-        inputs: Changes the arguments of forward calls.
-        constants: Changes tensors in the loss that were made outside the step, such as targets.
-        ops: Replaces every torch function.
-        rows: Selects samples.
-        micro: Selects micro-batches.
-        loss_scale: Factor of the loss scale.
-        sign: Factor of the gradients.
+        inputs: Called with the index of a forward call and its arguments; returns the arguments to use.
+        constants: Changes tensors in the loss that the step did not make, such as targets.
+        ops: Called instead of every torch function.
+        rows: Indices of the samples to use.
+        micro: Indices of the micro-batches to run, in this order.
+        loss_scale: Factor of the loss before its backward pass.
+        sign: A second factor of the loss.
+        dtype: Dtype of weights and inputs. Autocast is then off.
+        mode: Mode of all modules.
         lr: Factor of the learning rate.
         group: Called with the number of the step and a parameter group; returns hyperparameters to set in the group.
-        clip: Threshold of every clip.
-        model: A context around the step.
-        fresh_rng: Draws new random numbers.
+        clip: Threshold of every clip by norm, by value or "agc".
+        model: Makes a context manager that is entered around the step.
+        fresh_rng: Draws new random numbers instead of the recorded ones.
     """
 
     inputs: InputHandler | None = None
@@ -90,7 +92,8 @@ UNCHANGED = Intervention()
 class ReplayResult:
     """The result of a replay. Tensors are copies. ``losses`` are the unscaled tensors on which backward() was called.
 
-    ``before`` and ``after`` are the weights before and after the update. ``error`` is the error of the user's code.
+    ``before`` and ``after`` are the weights before and after the update. ``norm_at_clip`` is the gradient norm before
+    the last clip; None without a clip that measures it. ``error`` is the error of the user's code.
     """
 
     losses: list[Tensor] = field(default_factory=list)
@@ -109,7 +112,7 @@ class ReplayResult:
 
 
 class Replayer:
-    """Replays recorded steps on live objects, whose state is set aside. ``names`` are the names of their parameters."""
+    """Replays recorded steps on live objects and restores them. ``names`` are the names of their parameters."""
 
     def __init__(self, subject: LiveObjects, names: Sequence[str]) -> None:
         self.subject, self.names, self.deadline = subject, list(names), Deadline()
@@ -144,10 +147,10 @@ class Replayer:
         return _Run(self, recorded, intervention, upto).run()
 
     def _keep_others(self, recorded: RecordedStep) -> None:
-        """Captures the other objects that the step uses: arguments of the models, functions of the loss.
+        """Captures the state of objects that the step uses besides the models: their arguments, functions of the loss.
 
         Raises:
-            NotReplayable: One of them has unknown state.
+            NotReplayable: The state of one of them is unknown.
         """
         assert self._now is not None, "run within ``stage``"
         for call in recorded.calls:
@@ -199,7 +202,7 @@ class _Run:
                 self.result.error = error
             if self.upto == "backward":
                 self._read_grads()
-            elif self.upto == "step" and not self.result.after:  # a scaler has skipped it
+            elif self.upto == "step" and not self.result.after:  # a scaler skipped the update
                 self._read_grads()
                 self.result.before = self.result.after = _weights(self.replayer)
         return self.result
@@ -376,7 +379,7 @@ class _HandledOps(TorchFunctionMode):
 
 
 def batch_size(recorded: RecordedStep) -> int | None:
-    """Returns the first dimension of the first input tensor of a model."""
+    """Returns the first dimension of the first input tensor of a model; None if no input has a dimension."""
     for call in recorded.calls:
         for value in (*call.args, *call.kwargs.values()):
             for constant in (value,) if type(value) is Constant else constants_of(value):
@@ -386,7 +389,10 @@ def batch_size(recorded: RecordedStep) -> int | None:
 
 
 def _select(program: list[Instruction], micro: Sequence[int] | None) -> list[Instruction]:
-    """Returns the program of these micro-batches, in this order. A micro-batch ends with its backward pass."""
+    """Returns the program with only the micro-batches ``micro``, in this order; None: all of them.
+
+    A micro-batch ends with its backward pass.
+    """
     if micro is None:
         return program
     parts: list[list[Instruction]] = [[]]

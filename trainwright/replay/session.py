@@ -90,9 +90,7 @@ class ReplaySession:
         return self._base
 
     def live(self) -> AbstractContextManager[None]:
-        """Context in which the live objects have the state before the step, for experiments that need more than
-        ``run``.
-        """
+        """Context in which the live objects have the state before the step. For what ``run`` cannot do."""
         return self.replayer.stage(self.base())
 
     def run(self, intervention: Intervention = UNCHANGED, *, upto: Upto = "backward") -> ReplayResult:
@@ -105,8 +103,8 @@ class ReplaySession:
     ) -> list[float]:
         """Replays up to ``steps`` consecutive recorded steps, this one last, from one state. Returns the losses.
 
-        ``repeat``: replays this step ``steps`` times instead, each on the weights of the previous replay. ``rounds``:
-        repeats all of them. Vetoed updates are made.
+        ``repeat``: replays this step ``steps`` times instead, each on the weights of the previous replay. The sequence
+        is replayed ``rounds`` times. Updates that were vetoed in the loop are applied here.
         """
         if repeat:
             snapshot, chosen = self.base(), [self.recorded_step] * steps

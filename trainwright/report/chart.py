@@ -227,7 +227,7 @@ def _axes(
 
 
 def _runs(one: Series, x_axis: Axis, y_axis: Axis) -> Iterator[list[Point]]:
-    """Yield the parts without a gap, as fractions of the axes."""
+    """Yield the parts of a series between gaps. Coordinates are fractions of the axes."""
     run: list[Point] = []
     for x_value, y_value in zip(one.x, one.y, strict=True):
         x, y = x_axis.share(x_value), y_axis.share(y_value)
@@ -245,7 +245,7 @@ def _place(point: Point) -> Point:
 
 
 def _thin(points: Iterable[Point]) -> Iterator[Point]:
-    """Keep at most the first, lowest, highest and last point of each column of pixels, which draws the same picture."""
+    """Keep only the first, lowest, highest and last point of each column of pixels. The picture is the same."""
     for _, group in groupby(points, key=lambda point: round(point[0])):
         column = list(group)
         kept = {0, len(column) - 1}

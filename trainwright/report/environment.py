@@ -23,7 +23,7 @@ from trainwright.plan.machine import Gpu, Machine, read_gpus, read_machine
 
 RELEASE_NOTES = "https://docs.nvidia.com/cuda/cuda-toolkit-release-notes"
 OLDEST_DRIVERS: Mapping[int, str] = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
-"""The oldest Linux driver by major version of CUDA. It runs programs built with any minor version of that version.
+"""The oldest Linux driver by major version of CUDA. It runs programs built with any of its minor versions.
 
 Source: ``RELEASE_NOTES``, tables of minimum required and corresponding driver versions.
 """
@@ -35,7 +35,7 @@ DRIVERS: Mapping[str, str] = {
     "13.1": "590.44.01",
     "13.2": "595.45.04",
 }
-"""The Linux driver that came with the first release of each CUDA version. It also compiles its kernels at run time.
+"""The Linux driver released with each CUDA version: the oldest that can compile kernels of this version at run time.
 
 Source: ``RELEASE_NOTES``, table of corresponding driver versions.
 """
@@ -226,7 +226,7 @@ Verdict = Literal["info", "ok", "warn", "bad"]
 _RANK: Mapping[Verdict, int] = {"info": 0, "ok": 0, "warn": 1, "bad": 2}
 
 _PYTHON_MIN = (3, 11)
-_TORCH_MIN, _TORCH_END = (2, 11), (2, 16)  # the end is not supported
+_TORCH_MIN, _TORCH_END = (2, 11), (2, 16)  # from the end on, torch is not tested
 _GIB = 1 << 30
 _SHM_MIN_BYTES = 1 * _GIB  # data workers pass batches through it; a container's default is 64 MiB
 _FILES_MIN = 1024  # workers and shards need several hundred

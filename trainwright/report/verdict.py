@@ -67,15 +67,15 @@ MAX_VALIDATION_DROP = 0.02
 MIN_EVALUATIONS = 5
 """The minimum number of evaluations on the same samples from which a trend of the validation loss is computed."""
 MIN_OVERFITTING_NOISES = 5.0
-"""Rise of the validation loss after its best, in standard deviations of the noise of single evaluations."""
+"""Minimum rise of the validation loss after its best, in standard deviations of the noise of one evaluation."""
 MIN_RISE_OF_RANGE, MIN_RISE_OF_TRAINING_DROP = 0.05, 0.1
 """Minimum of the same rise as a fraction of the range of the validation loss, and as a fraction of the drop of the
 training loss in the same time.
 """
 MIN_RISE_SINCE_START = 0.01
-"""Rise of a pretrained model's validation loss above its value before training, as a fraction of that value."""
+"""Minimum rise of a pretrained model's validation loss above that before training, as a fraction of the latter."""
 FALLING_SLOPE_ERRORS = -2.0
-"""Slope of the losses of the second half of a run, in standard errors."""
+"""Slope of the losses in the second half of a run, in standard errors, below which they still fall."""
 LEARNED_NOTHING_CODE = "loss.no_better_than_constant"
 MAX_LOSS = 1e100
 """Larger losses count as not finite, because their sums may overflow."""
@@ -130,7 +130,7 @@ class VerdictFacts:
 
 
 class _Claim(NamedTuple):
-    """One statement about a run. Without text, it sets only the word: another part of the sentence has the text."""
+    """One statement about a run. One without text only sets the word. ``states_losses``: the text has the losses."""
 
     word: str
     text: str = ""
@@ -209,7 +209,7 @@ def _ending(facts: VerdictFacts) -> str:
 
 
 def _loss_summary(facts: VerdictFacts) -> str:
-    """Return the losses at the beginning and at the end."""
+    """Return a text with the losses at the beginning and at the end."""
     losses = _finite(facts.losses)
     parts: list[str] = []
     if losses:
@@ -427,9 +427,7 @@ def _noise_of_evaluations(losses: Sequence[float]) -> float:
 
 
 def _overfits(facts: VerdictFacts) -> _Claim | None:
-    """Return a claim if the validation loss rose after its best while the training loss fell, both beyond their
-    noise.
-    """
+    """Return a claim if validation loss rose after its best while training loss fell, both by more than their noise."""
     seen = [each for each in _comparable(facts.evaluations) if _is_finite(each.loss)]
     if len(seen) < MIN_EVALUATIONS:
         return None

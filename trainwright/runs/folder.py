@@ -168,7 +168,7 @@ NAME = "run-id"
 
 
 def identity_of(folder: RunFolder) -> str:
-    """Return the identity of a run; "" if it has none, or its file cannot be read."""
+    """Return the identity of a run, 16 hexadecimal digits; "" if it has none, or its file cannot be read."""
     try:
         text = read_text(folder.path / NAME).strip()
     except UnreadableFile:

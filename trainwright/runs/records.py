@@ -47,7 +47,7 @@ class Started(Record):
     """A process started or resumed the run at ``step``.
 
     ``died_in_step`` is the step in which the previous process died, if it did; ``accepted`` are the objections to this
-    start that the user overruled. ``settings`` are the settings in the header, each with its value and origin.
+    start that the user overruled. ``settings`` are those in the printed header, each with its value and origin.
     """
 
     step: int
@@ -65,7 +65,7 @@ class Started(Record):
 class Step(Record):
     """One optimizer step. ``samples``, ``tokens`` and ``skipped`` (steps) count from the start of the run.
 
-    ``loss`` is the mean over ``weight`` counted units. ``ids_hash`` hashes the step's sample ids, in order. If the run
+    ``loss`` is the mean over ``weight`` samples or tokens. ``ids_hash`` hashes the sample ids, in order. If the run
     is limited in seconds, ``fractions`` are the fractions of the run that were used at the start of each step since the
     last record; the learning rates are computed from them.
     """
@@ -159,7 +159,7 @@ class Quarantined(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Watched(Record):
-    """One optimizer step as recorded: the order of its events, and a few numbers.
+    """One optimizer step as the recorder observed it: the order of its events, and a few numbers.
 
     ``events`` are ``[kind, value]`` in their order. ``loss`` is the mean of the losses that backward was called on,
     without a loss scale.

@@ -38,15 +38,15 @@ from trainwright.watching.budget import ExaminationBudget
 OwnCheck: TypeAlias = Callable[[ReplaySession], str | None]
 """A user-defined check: returns what is wrong with a step, or None. Its docstring states the expectation."""
 LEAST_S = 0.002
-"""Seconds of an experiment besides its replays. On a small MLP most take 1 to 5 ms."""
+"""Predicted seconds of an experiment, without its replays. On a small MLP most experiments take 1 to 5 ms."""
 MEASURING_STEPS = 0.5
-"""Duration of measuring the memory of a replay, in training steps. Done once for each input size."""
+"""Time to measure the memory of a replay, in durations of a training step. Measured once for each input size."""
 NEAR = 0.2
 """Fraction of an examination's time that replays of earlier steps may take."""
 FOR_REQUESTS = 0.5
 """Fraction of an examination's time that is reserved for requested experiments and remedies.
 
-The next experiment may use it.
+Less is reserved if the next pending experiment would not fit into the rest.
 """
 ANNOUNCED_S = 1.0
 """Examinations that are expected to take more seconds are announced."""
@@ -82,15 +82,15 @@ class ExperimentRunner:
         self._done: set[tuple[str, int]] = set()
         self._stopped: set[str] = set()  # experiments that were stopped by the time limit
         self._runs: Counter[str] = Counter()
-        self._cost_s: dict[str, float] = {}  # at the last run
+        self._cost_s: dict[str, float] = {}  # seconds of the last run
         self._begin_s = self.now_s()  # start of the examination
         self._until_s = math.inf
-        self.replayed_s = 0.0  # on experiments and trials of this examination
+        self.replayed_s = 0.0  # duration of the experiments and trials of this examination
         self._is_announced = False
         self._step = 0  # the last examined step
-        self._left_out: dict[str, None] = {}  # requested experiments that found no time
+        self._left_out: dict[str, None] = {}  # experiments to run again: requested, stopped, or after a change
         self._standing: dict[str, None] = {}  # experiments requested without a specific step
-        self._trials: set[str] = set()  # remedies that found no time
+        self._trials: set[str] = set()  # remedies that there was no time to try
         self._session: ReplaySession | None = None
 
     def _session_of(self, step: int) -> ReplaySession:
@@ -113,7 +113,10 @@ class ExperimentRunner:
         return self._until_s - self.now_s()
 
     def nearest(self, step: int) -> int:
-        """Returns the step to examine instead of ``step``: the one after the newest state if that is far away."""
+        """Returns the step to examine: ``step``, or that right after the newest snapshot.
+
+        The latter if steps between them were not recorded in full, or would take too long to replay.
+        """
         snapshot = next((each for each in reversed(self._ring.snapshots) if each.step <= step), None)
         if snapshot is None:
             return step
@@ -154,19 +157,19 @@ class ExperimentRunner:
         self._left_out |= dict.fromkeys(self._standing)
 
     def _due(self, repeats: bool) -> list[str]:
-        """Returns pending experiments in the order of ``_waiting``, then those that ran least often."""
+        """Returns pending experiments in the order of ``_waiting``, then repeated ones, with the fewest runs first."""
         waiting = self._waiting()
         checkups = [e.name for e in self._checkups() if e.name not in waiting]
         again = sorted(checkups, key=self._runs.__getitem__) if repeats else []
         return [*waiting, *again]
 
     def _waiting(self) -> list[str]:
-        """Returns pending experiments that may still run, including requested ones, cheapest first."""
+        """Returns pending experiments that may still run, including requested ones, in the order of ``_rank``."""
         waiting = [name for name in self._left() if self._experiments[name].latest >= self._step]
         return sorted(waiting, key=self._rank)
 
     def _rank(self, name: str) -> float:
-        """Returns the sort key. A stopped experiment counts with twice its time, so that others come first."""
+        """Returns the sort key: cost / value. The cost of a stopped experiment is doubled, so others come first."""
         each, step_s = self._experiments[name], self._budget.step_s
         return self._cost_s[name] / step_s / each.value if name in self._stopped and step_s else each.rank
 
@@ -190,7 +193,7 @@ class ExperimentRunner:
         return sum(self._predicted_s(e.name) for e in self._checkups() if self._runs[e.name])
 
     def not_run(self, *, is_later: bool = False) -> list[str]:
-        """Returns the names of experiments that found no time in the full run, and of remedies that were not tried.
+        """Returns the names of experiments and remedies for which there was no time in the run.
 
         ``is_later``: without experiments that only concern the first steps, if these are over.
         """
@@ -209,7 +212,7 @@ class ExperimentRunner:
     def run_requested(self, step: int, requests: Iterable[ExperimentRequest]) -> Facts:
         """Runs requested experiments unless they ran on that step before. Returns the facts by name.
 
-        Requests for an examined step come first. The others wait for their time with all other experiments.
+        Requests for a given step are run first. The others are queued with all pending experiments.
         """
         facts: Facts = {}
         known = [each for each in requests if each.experiment in self._experiments] if self._replays else []
@@ -225,7 +228,7 @@ class ExperimentRunner:
         return facts | self._run(self._due(repeats=False), step)
 
     def _run(self, names: Iterable[str], step: int) -> Facts:
-        """Returns the facts of experiments, up to the first that finds no time."""
+        """Runs experiments until there is no time for the next one. Returns their facts by name."""
         facts: Facts = {}
         for name in names:
             if step == 0 or (name, step) in self._done or name not in self._experiments:
@@ -262,7 +265,7 @@ class ExperimentRunner:
         return facts
 
     def _predicted_s(self, name: str) -> float:
-        """Returns the predicted seconds: of the last run, else of the training steps that it is declared to take."""
+        """Returns the seconds of the last run. Without one, predicts them from the number of steps it declares."""
         if name in self._cost_s:
             return self._cost_s[name]
         steps = self._experiments[name].steps if name in self._experiments else DEFAULT_STEPS
@@ -271,7 +274,7 @@ class ExperimentRunner:
         return LEAST_S + steps * self._budget.step_s
 
     def _is_time_for(self, predicted_s: float) -> bool:
-        """Returns True if there is this much time. Announces an examination that will take long."""
+        """Returns True if ``predicted_s`` seconds are left. Announces an examination that will take long."""
         now_s = self.now_s()
         if predicted_s > self._until_s - now_s:
             return False
@@ -343,7 +346,7 @@ class ExperimentRunner:
         return bundle.keep(folder, self.replayer, self._ring, step, about)
 
     def keep_last(self, folder: Path, step: int, max_bytes: int) -> Path | None:
-        """Writes a bundle of the newest steps up to ``step``, or of the one after the newest state.
+        """Writes a bundle of the steps from the newest snapshot to ``step``; if it is too large, only of the first one.
 
         Returns None if both are larger than ``max_bytes`` or would have to be replayed first. Raises StorageError.
         """

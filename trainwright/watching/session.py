@@ -59,24 +59,24 @@ from trainwright.watching.schedule import ExaminationSchedule, SnapshotSchedule
 CHECKED_STEPS = 4
 """If none of this many steps can be replayed, the first step is checked without a replay."""
 CALM_AFTER = 64
-"""Steps since the start, a change or an incident, after which steps are calm: most probes do not observe them."""
+"""Steps after the start, a change or an incident until steps are calm, which means that most probes ignore them."""
 FULL_EVERY = 16
-"""Every FULL_EVERY-th step, and the one after it, which may be examined, are not calm."""
+"""Every FULL_EVERY-th step and the step after it are observed by all probes. The second of them may be examined."""
 SHORT_STEP_S, LONG_CALM, RARE_FULL_EVERY = 0.005, 512, 64
 """RARE_FULL_EVERY replaces FULL_EVERY for steps shorter than SHORT_STEP_S, after LONG_CALM further steps.
 
 A step that is not calm takes 2 ms longer.
 """
 LONG_STEP_S = 0.1
-"""Longer steps are never deferred: recording them costs little in comparison, and repeating them takes long."""
+"""Longer steps are never deferred (recorded later, by running them again): recording them at once is cheaper."""
 LIGHT_SNAPSHOTS = 32
-"""Interval of snapshots if most steps are light. The step after each snapshot is recorded in full."""
+"""Steps between snapshots while most steps are recorded by loss and update only. Those after a snapshot are not."""
 _URGENT = operator.attrgetter("urgent")
 
 
 @dataclass(frozen=True)
 class WatchOptions:
-    """Permitted effects of a session on a loop, the recorder's limits, and the folder of bundles (None: none).
+    """What a session may do to a loop, and how much it may record. ``bundles`` is their folder (None: none is written).
 
     ``skip`` are the samples of steps whose update is skipped. ``checks`` and ``own_checks`` are the checks to run
     (None: all of them). ``replays``: steps may be replayed. ``examine``: within the budget, or everything.
@@ -166,7 +166,7 @@ class WatchSession:
         self._schedule = ExaminationSchedule(first_step, self.budget)
         self._snapshots = SnapshotSchedule(options.keep)
         self._late = lateness(self.device)
-        self._pending: deque[tuple[RecordedStep, Callable[[], Numbers]]] = deque()  # their numbers are pending
+        self._pending: deque[tuple[RecordedStep, Callable[[], Numbers]]] = deque()  # loss and norms not read yet
         self._detectors: dict[tuple[int, int], SpikeDetector] = defaultdict(SpikeDetector)
         self._went_back, self._listens_to_children = -1, False
         self.is_next_deferred = self._is_calm = False
@@ -242,7 +242,7 @@ class WatchSession:
         return is_bad
 
     def _judge(self, step: RecordedStep, numbers: Numbers) -> bool:
-        """Returns True if the step is bad. Examines it if that is due or there is a reason to."""
+        """Evaluates a step, and examines it if that is due or it gives a reason. Returns True if it is bad."""
         if self._veto.was_vetoed_on_device(step, numbers.norm):
             self._note_veto(step)
         call_each(self._on_read, step, numbers)
@@ -275,12 +275,12 @@ class WatchSession:
         return is_bad
 
     def _record_deferred(self, step: RecordedStep) -> None:
-        """Records the program of a deferred step, because it is needed outside of a replay."""
+        """Records the program of a deferred step now, because it is needed outside of a replay."""
         with muted(), self.budget.spending(), suppress(NotReplayable):
             self.ring.steps_to(step.step)
 
     def _rest(self, step: int, *, is_examined: bool) -> None:
-        """Decides how the step after ``step`` is observed: by all probes, by few (calm), or deferred (calm, too)."""
+        """Decides how the step after ``step`` is observed: by all probes, by few (it is calm), or later (deferred)."""
         is_calm = self._may_be_calm(step) and not (is_examined or self.budget.is_lifted)
         if is_calm != self._is_calm:
             self._is_calm = is_calm
@@ -295,7 +295,10 @@ class WatchSession:
         return step >= self._calm_from and (step + 1) % (RARE_FULL_EVERY if is_rare else FULL_EVERY) > 1
 
     def last_deferred(self) -> int:
-        """Returns the step after which the next thing is due, if all steps until then are deferred; 0 otherwise."""
+        """Returns the last of the next steps that are deferred; 0 if the next step is not.
+
+        After this step an examination, a snapshot or a step for all probes is due.
+        """
         if not self.is_next_deferred:
             return 0
         step = self.step + 1
@@ -319,7 +322,7 @@ class WatchSession:
         self._end_replays(self._objects.is_closed)
 
     def _can_be_checked(self, step: RecordedStep) -> bool:
-        """Returns True if the step can be replayed, or waiting for such a step is useless."""
+        """Returns True if the step can be replayed, or if no later step is waited for."""
         is_last = step.step - self._first_step >= CHECKED_STEPS
         return step.not_replayable is None or self._blind is not None or is_last
 
@@ -384,7 +387,7 @@ class WatchSession:
             self._say(f"watch: no step of this run is replayed: {why}")
 
     def let_go(self) -> bool:
-        """Frees memory that is held for replays. Returns True if there was any. From then on half as much is held."""
+        """Frees memory that is held for replays, and halves its limit. Returns True if any memory was held."""
         self.findings_log.record_all()
         has_session, has_steps = self.runner.forget(), self.ring.clear()
         return has_session or has_steps
@@ -433,7 +436,7 @@ class WatchSession:
 
     @property
     def limits(self) -> list[str]:
-        """Returns the parts of this loop that are not watched."""
+        """Lines about the optimizers that are not torch's, and what is not watched because of them."""
         return [each.limits for each in self._foreign]
 
     @property
@@ -457,7 +460,7 @@ class WatchSession:
 
     @property
     def failures(self) -> list[str]:
-        """Returns the listeners that were stopped, with their exceptions."""
+        """The listeners that were stopped, with their exceptions."""
         return failures_of(self._listeners)
 
     def _limits(self) -> Facts:

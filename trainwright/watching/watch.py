@@ -83,7 +83,7 @@ class Watch:
         self._roots, self._optimizers, self._objects, self._options = roots, optimizers, objects, options
         self._has_begun = self._listens_to_children = False
         if not self._is_lazy():
-            self.session  # noqa: B018  raises here what it raises
+            self.session  # noqa: B018  built now, so that its errors are raised by tw.watch
 
     @cached_property
     def session(self) -> WatchSession:
@@ -108,7 +108,7 @@ class Watch:
         return any(is_lazy(p) for root in self._roots for p in root.parameters())
 
     def _begin(self, *step: object) -> None:
-        """Begins the session; with lazy parameters at the end of the first ``step`` of an optimizer."""
+        """Begins the session: on entry, or with lazy parameters as a hook after the first ``step`` of an optimizer."""
         if not self._has_begun and not self._is_lazy():
             self._has_begun = True
             self.session.begin()
@@ -236,7 +236,7 @@ class Watch:
 
     @property
     def records(self) -> list[Record]:
-        """The records in memory. A long run does not have one for every step."""
+        """The records in memory. In a long run, not every step has a record."""
         return self.session.findings_log.records if self._has_begun else []
 
     @property
@@ -317,7 +317,7 @@ def watch(
             and your functions: ``["default", my_check]``. A function is called at every examination with a
             ``ReplaySession`` of the step, and returns what is wrong with it, or None.
         examine: Extent of the examinations. ``"budget"``: they take at most 3 % of the training time so far, and at
-            most 5 % of the run or 3 s at the end; the watch reports what found no time. ``"all"``: everything is
+            most 5 % of the run or 3 s at the end; the watch reports what it had no time for. ``"all"``: everything is
             examined at steps 1, 2, 3, 4, 6, 8, 12, ..., 48 without limits of time and memory. ``"listen"``: no step is
             replayed.
         check: Examine the first step in full, without a time limit, and print the result before the second step
@@ -329,7 +329,7 @@ def watch(
         layers: Record statistics by layer from time to time, in at most 0.5 % of the time
             (docs/how-to/layer-statistics.md). Not supported for sharded weights.
         sinks: Trackers that get the metrics, by name: ``["tensorboard", "csv"]`` (docs/how-to/trackers.md).
-        alerts: Receivers of alerts, as in the section of a recipe: ``{"command": ["./notify.sh"]}``
+        alerts: Receivers of alerts, as in ``alerts`` of a recipe: ``{"command": ["./notify.sh"]}``
             (docs/how-to/alerts.md).
         quiet: Print nothing.
 

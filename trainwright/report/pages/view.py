@@ -57,7 +57,7 @@ NEWEST_SAMPLES = 20_000
 
 @lru_cache(maxsize=2000)
 def _recipe_in(text: str) -> Any:
-    """Parse a recipe; a list of runs with keys as columns is read each second."""
+    """Parse a recipe. Cached, because a list of runs with recipe keys as columns is refreshed each second."""
     from trainwright.recipe.yaml_core import read
 
     return read(text, "recipe.yaml").value
@@ -247,7 +247,7 @@ class RunView:
 
     @property
     def left_s(self) -> float | None:
-        """The remaining seconds by its plan and its pace; None if unknown, or if it does not run."""
+        """The remaining seconds according to plan and current speed; None if unknown, or if the run is not running."""
         if self.state != RUNNING:
             return None
         if self.planned_steps and self.step_s is not None:
@@ -257,12 +257,12 @@ class RunView:
 
     @property
     def findings(self) -> list[Found]:
-        """The findings in their latest wording, the first cause first."""
+        """The findings as last written, root causes first."""
         return self.log.findings
 
     @property
     def unexamined(self) -> str | None:
-        """A line on experiments that had no time; None if all had time, or the run has no such record."""
+        """A line on experiments that there was no time for; None if there are none, or the log does not say."""
         notes = [each for each in self.log.notes(Unexamined) if isinstance(each, Unexamined)]
         return line_of_unexamined(notes[-1], self.folder.path) if notes else None
 
@@ -278,7 +278,7 @@ class RunView:
 
     @property
     def records(self) -> Mapping[str, Sequence[Record]]:
-        """The newest records for the tables of a page, by table."""
+        """The newest 100 records of each table of the page, by table."""
         kinds = {
             "checkpoints": (Saved, NotSaved),
             "skipped": (Skipped,),
@@ -440,7 +440,7 @@ class RunView:
 
     @property
     def planned_steps(self) -> int | None:
-        """The number of steps in the plan; None if it is counted in seconds, or there is no plan."""
+        """The number of steps in the plan; None if the run is limited in seconds, or there is no plan."""
         steps = (self.plan.get("extent") or {}).get("steps")
         return steps if steps and steps > 0 else None
 
