@@ -1,4 +1,4 @@
-"""Saves when due: training waits for a copy in memory, and a thread writes it to disk."""
+"""Saves checkpoints when due: training waits for a copy in memory, and a thread writes it to disk."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class SavePolicy:
         retention: The checkpoints to keep.
         best: "loss" or a metric of the validation.
         best_is_largest: True if a larger value is better.
-        best_batches: Batches of the compared evaluations (0: all). Others are not comparable.
+        best_batches: Number of batches of the evaluations that are compared (0: the full set). Others are ignored.
         asynchronous: True if a thread writes the checkpoints.
     """
 
@@ -213,7 +213,7 @@ class Saving:
             write = self._captured(state)
         except RankError:
             raise
-        except Exception as error:  # the same error on each rank
+        except Exception as error:  # raised on each rank, so that no rank waits for another
             self._not_saved(state.step, error)
             return
         future = self._thread.submit(self._write, state.step, write, self._best.at(state.step))
@@ -339,9 +339,7 @@ class _NoThread(Executor):
 
 
 def _started_thread() -> Executor:
-    """Return an executor whose thread already runs, because the first save may come when there is no memory for its
-    stack.
-    """
+    """Return an executor whose thread already runs. At the first save there may be no memory left for its stack."""
     thread = ThreadPoolExecutor(1, "checkpoint", initializer=single_threaded)
     try:
         with small_stacks():
@@ -417,9 +415,7 @@ class BestSoFar:
         return self._hoped_for if self._hoped_for and self._hoped_for.step == step else None
 
     def update(self, step: int) -> None:
-        """Read which checkpoint on disk is the best. Must be called when the save of ``step`` has ended, successful or
-        not.
-        """
+        """Read which checkpoint on disk is the best. Call it when the save of ``step`` has ended, successful or not."""
         self._pointed_to = read_best(self._folder, self._run)
         if self._hoped_for and self._hoped_for.step <= step:
             self._hoped_for = None

@@ -39,8 +39,8 @@ _Brief: TypeAlias = tuple[Ids, float, float, float]
 class StepLog:
     """An observer. For a step that is not due it keeps the sample ids and the times, without a host sync.
 
-    A due step reads loss, gradient norm and the ledger, with one host sync on a GPU. ``step_s`` and ``wait_s`` of a
-    record are means over the steps since the last record, and ``ids_hash`` covers all their sample ids. The last step
+    A due step reads loss, gradient norm and skipped updates, with one host sync on a GPU. ``step_s`` and ``wait_s`` of
+    a record are means over the steps since the last record, and ``ids_hash`` covers all their sample ids. The last step
     is always recorded. ``by_the_clock``: the length of the run is in seconds.
     """
 
@@ -171,9 +171,7 @@ class StepLog:
             self._media.write(self.step, shown)
 
     def _memory_bytes(self, result: StepResult) -> int:
-        """Return the peak of the GPU, or the host memory of this process, which costs a system call and is read once a
-        second.
-        """
+        """Return the peak of the GPU, or the host memory of this process, which is read at most once per second."""
         if result.grad_norm.device.type == "cuda":
             return torch.cuda.max_memory_allocated(result.grad_norm.device)
         now_s = self._wall_clock()
@@ -182,7 +180,7 @@ class StepLog:
         return self._memory
 
     def record_skipped(self, state: TrainState) -> None:
-        """Write new entries of the ledger. Reads pending values first (one host sync)."""
+        """Write a record for each newly skipped update in the ledger. Costs one host sync."""
         state.ledger.read_pending()
         for entry in state.ledger.entries[self.num_skipped :]:
             self._journal.write(

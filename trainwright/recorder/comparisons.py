@@ -53,7 +53,7 @@ def plain_name(function: TorchFunction) -> str:
 class EvaluationSites(Listener):
     """The call sites of a loop that are known to evaluate. ``loop_code`` returns the function that holds the loop.
 
-    It must receive a call before the listeners that use the call's site.
+    Register it before the listeners that read ``current``.
     """
 
     def __init__(self, loop_code: Callable[[], CodeType | None] = lambda: None) -> None:
@@ -98,9 +98,9 @@ class Made:
 
 
 class ComparedOutputs(PausableMode):
-    """Tracks tensors computed from outputs of a model while it runs. Holds no tensors.
+    """While it runs, tracks tensors that are computed from outputs of a model. Does not keep them alive.
 
-    ``compared`` gets the name of a function that compares outputs with targets, and both.
+    ``compared`` is called at each comparison with the name of the function, the output and the target.
     """
 
     def __init__(

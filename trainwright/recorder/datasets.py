@@ -22,8 +22,8 @@ from trainwright.recorder.user_types import Loader
 from trainwright.runs.json_values import Facts
 
 COPY_BYTES, COPY_OBJECTS = 64 * 2**20, 20_000
-"""A larger dataset is not copied."""
-PEEK_S, TIMEOUT_S = 0.25, 20.0
+"""Maximum size of a dataset that is copied: bytes of its arrays and number of its objects."""
+PEEK_S, TIMEOUT_S = 0.25, 20.0  # for reading samples from a copy; for a batch of a worker
 _Generators = np.random.Generator | np.random.RandomState | random.Random | torch.Generator
 
 
@@ -46,9 +46,7 @@ def base_of(dataset: object) -> tuple[object, Sequence[int] | None]:
 
 
 def peek(dataset: Dataset[object], positions: Sequence[int]) -> list[list[Tensor]]:
-    """Returns the tensors of some samples, read from a copy of the dataset; [] if
-    it is too large or cannot be copied.
-    """
+    """Returns the tensors of samples, read from a copy of the dataset; [] if it is too large or cannot be copied."""
     if not _is_small(dataset):
         return []
     with muted(), preserved_rng():
@@ -100,13 +98,14 @@ def _walk(value: object, depth: int = 6) -> Iterator[object]:
 
 
 def draws(loader: Loader, position: int) -> Facts:
-    """Measures whether workers of ``loader`` draw equal random numbers: two workers read one sample twice, in two
-    epochs.
+    """Measures whether workers of ``loader`` draw equal random numbers.
+
+    In each of two epochs, two workers read the sample at ``position`` twice.
 
     Returns:
         ``random``: two reads by one worker differ. ``equal_workers``: both workers read equal values. ``equal_epochs``:
-        both epochs do. ``with_seeds``: the values stay equal even if each worker seeds the generators in the dataset
-        from ``torch.initial_seed()``. Empty for workers that are not forked, because they take seconds to start.
+        both epochs read equal values. ``with_seeds``: the values stay equal even if each worker seeds the generators in
+        the dataset from ``torch.initial_seed()``. Empty for workers that are not forked: they take seconds to start.
     """
     context = loader.multiprocessing_context
     method = torch.multiprocessing.get_start_method() if context is None else context.get_start_method()

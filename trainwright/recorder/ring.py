@@ -1,4 +1,4 @@
-"""The flight recorder: the last steps as programs, and the states to run them from, within a byte budget."""
+"""The flight recorder: the last steps as programs, and states from which to replay them, within a byte budget."""
 
 from __future__ import annotations
 
@@ -126,6 +126,6 @@ class Ring:
         for snapshot in reversed(self.snapshots):
             if snapshot.step <= step:
                 steps = self.steps_from(snapshot, step)
-                by_hand = any("edited" in each.values for each in (steps or [])[:-1])  # such an update is not known
+                by_hand = any("edited" in each.values for each in (steps or [])[:-1])  # edits cannot be repeated
                 return None if steps is None or by_hand else (snapshot, steps)
         return None

@@ -80,7 +80,7 @@ class Tape(PausableMode):
         self.failed: tuple[str, object, str | None] | None = None  # a function that raised, its arguments and its line
         self.is_careful = False
         self.listener: FunctionListener | None = None
-        self._has_workers = False  # a batch of a worker was seen
+        self._has_workers = False  # a batch from a DataLoader worker was recorded
         self.lines: dict[tuple[str, str], None] = {}  # lines of operations, in careful mode
         self._off: list[Operation] = []  # consecutive operations without autograd, up to now
         self._made_off: dict[int, list[Operation]] = {}  # by slot number: the ``_off`` in which it was made
@@ -224,13 +224,13 @@ class Tape(PausableMode):
         if known is None or known[0]() is not tensor:  # a reused id
             return None
         number = known[1]
-        if tensor.requires_grad and number in self._made_off:  # it was made inside of an autograd Function
+        if tensor.requires_grad and number in self._made_off:  # it was made inside an autograd Function
             for operation in self._made_off.pop(number):
                 operation.with_grad = True
         return number
 
     def drop_dead(self) -> None:
-        """Drops the operations whose results are freed, because no loss can depend on them any more."""
+        """Drops operations whose results the loop has freed. No later loss can depend on them."""
         self._slots = {key: known for key, known in self._slots.items() if known[0]() is not None}
         kept = alive(self.operations, {number for _, number in self._slots.values()})
         left = set(map(id, kept))

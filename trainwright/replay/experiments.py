@@ -48,7 +48,7 @@ class Experiment:
 
 
 DEFAULT_MEMORY = 1.25
-"""Memory of an experiment that replays the step unchanged, including what it keeps, as a multiple of the step's."""
+"""Memory of an experiment that replays the step unchanged, with what it keeps, as a multiple of that of the step."""
 DEFAULT_STEPS = 2.0
 """Duration of an experiment that replays a step unchanged and once with a change, in training steps."""
 
@@ -64,8 +64,8 @@ def replay(
 ) -> Callable[[Callable[[ReplaySession], Any]], Experiment]:
     """Decorates a function of a ReplaySession that returns a measurement of ``kind`` and makes an Experiment of it.
 
-    ``doctor.measure.REPLAYS`` lists it. ``steps`` counts replays: about 0.4 for a forward pass, 1.2 with the backward
-    pass, 1.4 with the update, three times as many in float64.
+    Add it to ``doctor.measure.REPLAYS``. ``steps`` is the sum over its replays: about 0.4 for a forward pass, 1.2 with
+    the backward pass, 1.4 with the update, three times as much in float64.
     """
 
     def made(run: Callable[[ReplaySession], Any]) -> Experiment:

@@ -170,8 +170,7 @@ def in_fp32(func: TorchFunction, args: Args, kwargs: Kwargs) -> Tensor | None:
 
 
 def narrow_word(name: str, constants: Sequence[object], output: Tensor, exact: Tensor) -> str:
-    """Returns the reason why float16 overflows and float32 does not: a mask with a huge constant, or a large
-    activation.
+    """Returns why float16 overflows and float32 does not: a mask with a huge constant, or a large activation.
 
     A mask is negative, has one value wherever it overflowed, and comes from one of ``constants``, the arguments that
     require no gradient.

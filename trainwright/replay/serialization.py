@@ -173,7 +173,7 @@ class Writer:
         return ["constant", self._tensor(tensor, where), tensor.requires_grad]
 
     def _tensor(self, tensor: Tensor, where: str) -> list[object]:
-        """Returns the elements in memory order, and the offset of the first from an aligned address."""
+        """Returns a tag, the elements in memory order, and the offset of the first one from an aligned address."""
         if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer) or tensor.is_quantized or tensor.is_meta:
             self.lost.append(f"{where} hold a {type(tensor).__qualname__}, which is more than a tensor")
         tensor, on_device = tensor.detach(), tensor.device.type != "cpu"

@@ -1,9 +1,9 @@
 """Finds the op that made a step non-finite, by following each non-finite value from the op that made it.
 
 A non-finite value alone is no fault: causal masks are -inf, ``where`` discards values, statistics are not trained on.
-So an op that makes one is a *suspect*. Its result is followed from storage to storage, and the first suspect whose
-values reach the loss, the gradient of a parameter, a weight or a buffer is ``first_bad``. Infinities written on purpose
-(a mask) are never at fault themselves, but the op that turns them into NaN or sums them up is.
+An op that makes one is therefore only a *suspect*. Its result is followed from storage to storage, and the first
+suspect whose values reach the loss, the gradient of a parameter, a weight or a buffer is ``first_bad``. Infinities
+written on purpose (a mask) are never at fault themselves, but the op that turns them into NaN or sums them up is.
 """
 
 from __future__ import annotations
@@ -86,8 +86,9 @@ class SuspectOp:
 
 @dataclass(frozen=True)
 class _Taint:
-    """The reason why a storage holds non-finite values. ``masked``: intended infinities. ``summed``: the op that summed
-    them.
+    """The reason why a storage holds non-finite values. ``masked``: they are intended infinities, as of a mask.
+
+    ``summed`` is the op that summed these infinities, if any. ``log_softmax``: they passed through a log_softmax.
     """
 
     bad: Bad
@@ -136,7 +137,7 @@ class Suspects:
                 self.reach(kind, [tensor])
 
     def reach(self, reached: str, tensors: Sequence[Tensor]) -> None:
-        """Notes that tensors are a loss, gradients or weights. What made one of them non-finite is the fault."""
+        """Notes that tensors are a loss, gradients or weights. The suspect of the first non-finite one is the fault."""
         for tensor in tensors:
             if self.first_bad is not None or not is_float(tensor) or self.storages.range(tensor).finite:
                 continue
@@ -194,9 +195,7 @@ class Suspects:
         return self._carried(suspect, tainted[0])
 
     def _with_slope(self, suspect: SuspectOp, slope: _Taint) -> _Taint:
-        """Handles an infinite derivative times a gradient. If a ``where`` made the gradient 0, the ``where`` is the
-        fault.
-        """
+        """Handles a gradient times an infinite derivative. If a ``where`` made the gradient 0, it is the fault."""
         is_slope = suspect.op.phase == "backward" and slope.bad.op.forward_op == suspect.op.forward_op is not None
         hidden_by = self._hidden_by(suspect) if is_slope else None
         if hidden_by is None:

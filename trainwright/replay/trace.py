@@ -1,7 +1,7 @@
 """Records every ATen op of one replayed step: its module, its source line, the ranges of its inputs and outputs.
 
-``Tracing`` works below autograd. So it sees also the ops of the backward pass, of custom Functions, of activation
-checkpointing and of the optimizer. ``suspects`` finds the op that made the step non-finite.
+``Tracing`` works below autograd, so it also records the ops of the backward pass, of custom Functions, of activation
+checkpointing and of the optimizer. The module ``suspects`` finds the op that made the step non-finite.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _WRITES_STATISTICS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_nor
 
 @dataclass(frozen=True)
 class _Place:
-    """The origin of an op. ``op`` is the index of its forward op."""
+    """The origin of an op. ``op`` is the index in ``Tracing.ops`` of the forward op that a backward op belongs to."""
 
     op: int | None
     module: str | None
@@ -62,7 +62,10 @@ _NOWHERE = _Place(None, None, None)
 
 @dataclass(frozen=True)
 class _Traits:
-    """Properties of an op from its schema. ``written`` and ``unread`` are positions or names of arguments."""
+    """Properties of an op from its schema. ``written`` and ``unread`` are positions or names of arguments.
+
+    ``returns_extras``: only its first output is a result.
+    """
 
     name: str
     is_view: bool
@@ -255,9 +258,7 @@ class Tracing(TorchDispatchMode):
         return result
 
     def _ranges(self, args: Sequence[object]) -> list[object]:
-        """Returns the arguments with ranges instead of floating-point tensors,
-        before an in-place op overwrites them.
-        """
+        """Returns the arguments with ranges instead of floating-point tensors, which the op may overwrite later."""
         return [
             self._storages.range(x)
             if isinstance(x, Tensor) and is_float(x)
@@ -283,7 +284,7 @@ class Tracing(TorchDispatchMode):
         self._places.append(_Place(op, outer.module if module is None else module, source or outer.source))
 
     def _place_of(self, node: Node | None) -> _Place:
-        """Returns the forward op of a node of the backward pass."""
+        """Returns the place of the forward op of a node of the backward pass."""
         if node is None or _ACCUMULATES in node.name():
             return _NOWHERE
         at = bisect_right(self._sequences, node._sequence_nr() + 1) - 1

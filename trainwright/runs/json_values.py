@@ -13,7 +13,7 @@ JsonValue: TypeAlias = "bool | int | float | str | Sequence[JsonValue] | Mapping
 Facts: TypeAlias = dict[str, Any]
 """A JSON object that was read, such as the values of one experiment, or one row of them.
 
-The reader knows the type of each field by its name, and Python cannot check it. Only this alias declares such objects.
+The type of a field depends on its name, which a type checker cannot know. Use this alias for all such objects.
 """
 
 Event: TypeAlias = tuple[str, Any]

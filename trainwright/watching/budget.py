@@ -44,7 +44,7 @@ EVIDENCE_S = 1.0
 INCIDENT_S, INCIDENT_STEPS = 3.0, 8
 """Additional seconds, or multiple of the step time, for the examination of the first non-finite step."""
 RECENT_STEPS = 8
-"""The step time is the minimum over this many steps, because others may contain an evaluation."""
+"""Readings of the clock over which the step time is the minimum, because some may contain an evaluation."""
 COLD_EXAMINATIONS_S = 0.3
 """Seconds by which the examinations of a run of 0.3 s exceeded their budget on two CPU cores, before warm-up."""
 FULL_COLLECTION = 2
@@ -133,7 +133,7 @@ class ExaminationBudget:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step at the last reading of the clock; 0 before the first one."""
+        """Minimum seconds per step at the last readings of the clock; 0 before the first reading."""
         return min(self._recent, default=0.0)
 
     @property
@@ -160,7 +160,7 @@ class ExaminationBudget:
 
     @property
     def left_for_evidence_s(self) -> float:
-        """Additional seconds that are left after something was detected."""
+        """Seconds left of the additional ones for evidence and remedies."""
         return EVIDENCE_S - self.spent_on_evidence_s
 
     @property

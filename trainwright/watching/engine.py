@@ -34,8 +34,7 @@ from trainwright.watching.session import WatchOptions, WatchSession
 
 
 class EngineSession(WatchSession):
-    """An Observer that watches the engine. Pass ``witness`` to the step function, and train with
-    ``around(step_function)``.
+    """An Observer that watches the engine. Pass ``witness`` to the step function, and train with ``around(step_fn)``.
 
     ``write`` is called with every record; None: they are logged into ``folder``. ``accumulation`` is the declared
     number of micro-batches. ``finds_spikes`` is True if the step function has no SpikeGuard. ``dataset`` is the
@@ -76,9 +75,9 @@ class EngineSession(WatchSession):
         )
         self._folder = folder.path if folder else None
         self.seconds = 0.0
-        """Seconds of examinations between two steps so far."""
+        """Total seconds in ``observe``, between steps."""
         self._is_closed = False
-        self._waiting: list[DeferredStep] = []
+        self._waiting: list[DeferredStep] = []  # not reported yet
         self._report_at = 0  # the step at whose end the deferred steps are reported
         self.witness = _Witness(self, dataset)
         self._deferred: DeferredRecorder | None = None
@@ -151,7 +150,7 @@ class EngineSession(WatchSession):
             with self.runner.replayer.stage(self._objects.snapshot(self.step)):
                 repeat(self.recording, self.witness.passes, inputs)
         except Exception:
-            return  # the error of the step is raised
+            return  # the caller raises the error of the step
 
     def begin(self) -> None:
         """Starts listening. Further calls do nothing."""
@@ -166,7 +165,7 @@ class EngineSession(WatchSession):
             self._guarded(self._report)
 
     def _report(self) -> None:
-        """The newest of them is evaluated by ``note``."""
+        """Reports the waiting steps and evaluates them, except the newest, which ``note`` evaluates."""
         waiting, self._waiting = self._waiting, []
         for step in waiting:
             if step is not waiting[0]:
@@ -223,8 +222,9 @@ class EngineSession(WatchSession):
             self._journal.close()
 
     def _guarded(self, action: Callable[[], None]) -> None:
-        """Runs an action, in which ``tw.log`` does nothing. If it raises, the run continues without the session. If
-        memory runs out, the session holds less.
+        """Runs an action, in which ``tw.log`` does nothing. If it raises, the run continues without the session.
+
+        If memory runs out, the session stays, and holds less memory from then on.
         """
         try:
             with collecting(None):

@@ -30,9 +30,9 @@ from trainwright.runs.records import Found
 Lines: TypeAlias = tuple[str | None, str | None]
 """The line that causes a finding, and another line that shows it; None if it is unknown."""
 
-MAX_FILES = 400
+MAX_FILES = 400  # of the program that are read
 MAX_LINES_OF_ONE_PLACE = 3
-"""Lines that are no further apart count as one place, such as two calls that split the data."""
+"""Lines at most this far apart count as one place, such as two calls that split the data."""
 _NOT_USERS = (
     f"{Path(torch.__file__).parent}/",
     f"{Path(__file__).parents[1]}/",
@@ -56,7 +56,7 @@ class SourceFile:
 
     @cached_property
     def tree(self) -> ast.AST:
-        """The syntax tree. It is empty for a line of a notebook, or a file that has changed since."""
+        """The syntax tree. Empty if the text is no valid Python: a notebook command, or a file that has changed."""
         try:
             return ast.parse(textwrap.dedent(self.text))
         except SyntaxError:
@@ -112,7 +112,7 @@ class SourceFile:
         return (node for node in ast.walk(self.tree) if isinstance(node, ast.FunctionDef) and node.name == name)
 
     def initializes(self, kind: str) -> Iterator[ast.AST]:
-        """Yield the calls that initialize weights; those under a test that names the class ``kind``, if any."""
+        """Yield the calls that initialize weights: those in an ``if`` that names the class ``kind``, otherwise all."""
         calls = [node for node in self._every_call() if _initializes_weight(node)]
         tests = [node for node in ast.walk(self.tree) if isinstance(node, ast.If) and kind in ast.unparse(node.test)]
         chosen = {id(each) for test in tests for statement in test.body for each in ast.walk(statement)}
@@ -120,7 +120,7 @@ class SourceFile:
         yield from under or calls
 
     def sequential(self, made: nn.Sequential) -> Iterator[tuple[ast.expr, ...]]:
-        """Yield the arguments of calls of ``nn.Sequential`` that may have made this one."""
+        """Yield the arguments of calls of ``nn.Sequential`` that may have made the module ``made``."""
         kinds = [type(each).__name__ for each in made]
         found: dict[bool, list[tuple[ast.expr, ...]]] = {True: [], False: []}
         for node in self.calls({"Sequential"}):
@@ -191,7 +191,7 @@ class SourcePlaces:
         return source, shown if shown != source else None
 
     def _line_of_object(self, found: Found) -> str | None:
-        """Return the line of the object of a finding; None if it is unknown, ambiguous, or the finding has a rank."""
+        """Return the line of the object of a finding; None if unknown or ambiguous, or if the finding names a rank."""
         check, where = check_of(found.code), found.where
         points_at = check.points_at if check is not None else ()
         if where.rank is not None or (where.source and not points_at):
@@ -311,7 +311,7 @@ class SourcePlaces:
         return self._line_that_makes(self._schedulers, _SCHEDULER_NAMES) or self._line_of_optimizer()
 
     def _line_of_model(self) -> str | None:
-        """Return the method ``forward`` of the only model."""
+        """Return the line of ``forward`` of the model; None if there are several models."""
         return (
             self._in_class(self._roots[0], lambda source: source.function("forward")) if len(self._roots) == 1 else None
         )
@@ -325,9 +325,7 @@ class SourcePlaces:
         return not_strict or self._line_that_calls(names) or self._line_that_calls({"from_pretrained"})
 
     def _line_of_dataset(self) -> str | None:
-        """Return the method of the user's dataset that reads a sample, else the line that makes the dataset or its
-        loader.
-        """
+        """Return the line of the dataset's method that reads a sample, else that which makes the dataset or loader."""
         loaders = self._every_loader()[:1]
         datasets = [inner for each in loaders for inner in _datasets_of(each)]
         for each in datasets:
@@ -369,7 +367,7 @@ class SourcePlaces:
         kind = kinds.pop() if len(kinds) == 1 else ""
         words, span = _INITIALIZERS | _METHODS_THAT_INITIALIZE, MAX_LINES_OF_ONE_PLACE
         nodes = partial(SourceFile.initializes, kind=kind)
-        in_loop = self._line_in(self._program[:-1][:1], words, nodes, span)  # runs after those of the classes
+        in_loop = self._line_in(self._program[:-1][:1], words, nodes, span)  # initializes after the classes have
         in_class = (line for each in modules if (line := self._in_class(each, nodes, span)))
         return in_loop or next(in_class, None) or self._in_program(words, nodes, span)
 
@@ -429,7 +427,7 @@ def _datasets_of(loader: object) -> Iterator[object]:
 
 
 def _attributes_of(owner: object) -> dict[str, object]:
-    """Return the attributes of an object of the user; none of a module of Python or a class."""
+    """Return the attributes of an object of the user; {} for a Python module or a class."""
     attributes = getattr(owner, "__dict__", None)
     return attributes if isinstance(attributes, dict) and not isinstance(owner, ModuleType | type) else {}
 

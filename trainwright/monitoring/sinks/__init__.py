@@ -120,8 +120,7 @@ def open_sinks(
     *,
     from_step: int = 0,
 ) -> list[QueuedSink]:
-    """Open a sink from each factory, by name. A sink that cannot be made or opened (for example, no login) causes a
-    warning.
+    """Open a sink from each factory, by name. Warns of a sink that cannot be made or opened (for example, no login).
 
     Raises MissingExtra for a package that is not installed.
     """

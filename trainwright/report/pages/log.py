@@ -60,7 +60,7 @@ BUCKETS = 800
 """The number of spans kept once there are more than MAX_ROWS rows."""
 MAX_ROWS, MAX_NOTES = 16_000, 2000
 LONG_BYTES = 16 * 2**20
-"""The size from which samples of a log are shown until all of it was read."""
+"""Of a larger log, samples are shown until all of it was read."""
 SAMPLES, SAMPLE_BYTES = 64, 2**16
 """The number of parts of a long log that are read ahead, and their size."""
 KEPT_RECORDS = (
@@ -72,7 +72,7 @@ findings are folded; others are ignored.
 """
 
 _NUMBER, _LAST_NUMBER = rb"([^,]+)", rb"([^,}]+)"
-"""Excluding only one byte matches twice as fast. The quotes of non-finite numbers are removed later."""
+"""A class that excludes one byte matches twice as fast as digits. Quotes of non-finite numbers are removed later."""
 _STEP = re.compile(
     rb'\n\{"kind":"step","time_s":%b,"step":%b,"loss":%b,"grad_norm":%b,"lr":%b,"weight":[^,]+,"samples":%b,'
     rb'"tokens":%b,"step_s":%b,"wait_s":%b,"skipped":%b,"mem_bytes":%b' % (*(_NUMBER,) * 10, _LAST_NUMBER)
@@ -102,10 +102,10 @@ class IncrementalLog:
     """The part of a log read so far: its steps as rows, thinned, and the records of other kinds that a page shows.
 
     ``advance`` reads on. While a long log is being read, ``rows`` also have samples of its unread part, so that they
-    span the run at once, and ``newest_process`` is that of its last lines. A log that was replaced or truncated is read
+    span the run at once, and an end of the run in its last lines is known. A log that was replaced or truncated is read
     again from its start, under another ``name``.
-    Steps that a resume went back over are dropped, as in ``runs.reader.steps``. ``sessions`` are the beginning and the
-    last record of each process that wrote, in Unix time; ``newest_process`` is the newest start or end of one.
+    Steps that a resume went back over are dropped, as in ``runs.reader.steps``. ``sessions`` are the times (Unix) of
+    the first and last record of each process; ``newest_process`` is the newest Started or Ended record.
 
     ``means`` are over all steps, ``readings`` are those of the machine, ``layers`` the statistics by layer,
     ``output_grads`` the gradients of outputs by module, ``figures`` the metrics and the user's logged values,
@@ -150,7 +150,7 @@ class IncrementalLog:
 
     @property
     def sessions(self) -> list[tuple[float, float]]:
-        """The beginning and the last record of each process."""
+        """The times of the first and last record of each process, in Unix time."""
         if not len(self._ahead) or not self._sessions:
             return self._sessions
         *others, (begin_s, end_s) = self._sessions
@@ -158,12 +158,12 @@ class IncrementalLog:
 
     @property
     def newest_process(self) -> Started | Ended | None:
-        """The newest start or end of a process."""
+        """The newest record of a start or end of a process; None before the first."""
         return self._end_ahead or self._newest_process
 
     @property
     def findings(self) -> list[Found]:
-        """The findings of the newest process, the first cause first."""
+        """The findings of the newest process, root causes first."""
         return self._findings.findings
 
     @property
@@ -263,7 +263,7 @@ class IncrementalLog:
             self._take_part(part, _without_steps(part))
 
     def _take_part(self, lines: bytes, others: bytes) -> None:
-        """Process lines, each after a newline. ``others`` are the lines that are not steps, usually few."""
+        """Process lines, each preceded by a newline. ``others`` are those that are not step records, usually few."""
         for record in decode_lines(_KEPT_LINE.findall(others)).records:
             self._add_record(record)
         for line in _LAYERS.findall(others):
@@ -325,7 +325,7 @@ class IncrementalLog:
 
 
 def _without_steps(text: bytes) -> bytes:
-    """Return the lines of ``text``, each after a newline, that are not step records."""
+    """Return the lines of ``text`` that are not step records. Each line is preceded by its newline."""
     codes = np.frombuffer(text, np.uint8)
     newlines = np.flatnonzero(codes == ord("\n"))
     ends = np.append(newlines[1:], len(text))
@@ -417,7 +417,7 @@ class Figures:
             self._take(self._training, float(time_s), int(step), json.loads(values))
 
     def take(self, record: Evaluated | Logged) -> None:
-        """Add a record of another kind."""
+        """Add an evaluation, or values that the user logged."""
         if isinstance(record, Logged):
             self._take(self._reported, record.time_s, record.step, record.figures)
             return
@@ -458,7 +458,7 @@ class Figures:
         return [
             {"name": chart, "series": list(series.values())}
             for chart, series in sorted(charts.items())
-            if chart != "loss" or len(series) > 1  # a single series is in the chart of the loss
+            if chart != "loss" or len(series) > 1  # a single loss is in the main chart already
         ]
 
     def _chart_of(self, name: str, on: str) -> tuple[str, str]:

@@ -42,11 +42,11 @@ STYLES = ("uplot", "page")
 """Names of the static files that are embedded in every page."""
 COLUMNS = ("run", "", "state", "verdict", "changed", "step", "left", "loss", "validation")
 MORE_COLUMNS = ("findings", "duration", "learning rate")
-"""The columns of the list of runs, those of the user between them; the curve has no title."""
+"""The columns of the list of runs. The user's columns are between the two. The column of the curve has no title."""
 MAX_NAMES, MAX_RUNS_WITH_NAMES = 500, 20
 """Metrics and keys that are offered as further columns, and the newest runs whose names they are."""
 MORE_WORDS = ("train", "uniform guess")
-"""Texts of charts that come from runs."""
+"""Texts that charts get from runs, to be translated with those of the scripts."""
 MIN_BUCKETS = 60
 DAY_S = 24 * 3600.0
 
@@ -80,7 +80,7 @@ def runs_page(views: Sequence[RunView], *, names: Sequence[str] = (), live: bool
 
 @cache
 def _words(to: str) -> dict[str, str]:
-    """Return the texts of the scripts in the language ``to``, which is that of the page; none in English."""
+    """Return the translations of texts in the scripts. ``to`` is the language of the page; {} for English."""
     if to == "en":
         return {}
     folder = files("trainwright.report.pages").joinpath("static")

@@ -134,7 +134,7 @@ _KERNEL = np.array([0.25, 0.5, 0.25])
 
 
 class SpanMeans:
-    """Sums and counts of the finite values of each span. Beyond MAX_SPANS, pairs of spans are merged."""
+    """Sums and counts of the finite values of each span of steps. Beyond MAX_SPANS spans, neighbours are merged."""
 
     def __init__(self) -> None:
         self._width = 1
@@ -180,7 +180,7 @@ class SpanMeans:
         smooth, weight = _smooth(sums), _smooth(counts)
         for end in (
             np.flatnonzero(counts.any(1))[[0, -1]] if counts.any() else ()
-        ):  # a neighbour on one side displaces it
+        ):  # the first and last span are not smoothed: a neighbour on one side only would shift them
             smooth[end], weight[end] = sums[end], counts[end]
         means = np.where(counts > 0, smooth / np.maximum(weight, 1e-9), np.where(broken > 0, np.inf, np.nan))
         middles = (np.arange(len(means)) * width + (width - 1) // 2).astype(np.float64)

@@ -130,7 +130,7 @@ MAX_NEW_ROWS = 4000
 
 
 class MarksChange(FileShape):
-    """The body of a POST: what is given is changed, for the folder of ``run`` or for all folders."""
+    """The body of a POST: each given field is changed, for ``run``, its folder, or without ``run`` all folders."""
 
     model_config = ConfigDict(extra="forbid")
     run: str = ""
@@ -142,9 +142,7 @@ class MarksChange(FileShape):
 
 @dataclass
 class PageState:
-    """The state of one run on one page: the log and the number of its rows and readings, its parts, and the last
-    refresh.
-    """
+    """What one page shows of one run: its log, numbers of rows and readings, parts (HTML), and the last refresh."""
 
     log: str = ""
     read: int = 0
@@ -337,7 +335,7 @@ def _content(view: RunView, record: Media) -> Response:
 
 
 def _curves(view: RunView, known: PageState) -> dict[str, JsonValue]:
-    """Return the new rows, or all rows, thinned, if the page has none or the new ones are many."""
+    """Return the new rows; if the page has none, or there are many new ones, all rows, thinned."""
     log = view.log
     fresh = log.read_rows - known.read
     whole = known.log != log.name or not (known.complete and log.is_complete) or known.rows + fresh > MAX_NEW_ROWS
@@ -441,9 +439,7 @@ class Guard:
         return hmac.compare_digest(token.encode(), self._token.encode())
 
     def _with_cookie(self, scope: Scope, query: QueryParams) -> Response:
-        """Return a redirect to the address without the token, so that a screenshot or a copied link does not
-        show it.
-        """
+        """Return a redirect to the address without the token, so that no screenshot and no copied link shows it."""
         rest = urlencode([(key, value) for key, value in query.multi_items() if key != "token"])
         here = quote(scope["path"].rpartition("/")[2]) or "./"
         cookie = f"{self._cookie}={self._token}; HttpOnly; SameSite=Lax"  # relative to this path, also behind a proxy
