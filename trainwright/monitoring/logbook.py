@@ -150,7 +150,7 @@ class Logbook:
 
     @property
     def seconds(self) -> float:
-        """Seconds since it was opened."""
+        """Seconds since the log was opened."""
         return time.perf_counter() - self._begin_s
 
     def start(
@@ -204,9 +204,7 @@ class Logbook:
         self.journal.close()
 
     def _verdict_on(self, ended: Ended) -> RunVerdict | None:
-        """Return the verdict; None if that fails, which must not hide how the run ended. Readers of the log then
-        compute it.
-        """
+        """Return the verdict; None if it cannot be computed, which must not hide how the run ended."""
         try:
             return self.judge(ended)
         except Exception as error:

@@ -30,7 +30,7 @@ IGNORE_SIGNALS_S = 1.0
 STOPPED_EXIT_CODE = 75
 _DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
 GRACE_VARIABLE = "TRAINWRIGHT_GRACE_S"
-WARNING_GRACE_FRACTION = 0.8
+WARNING_GRACE_FRACTION = 0.8  # of the grace time: a warning is printed if the step has not ended by then
 
 
 def grace_s(environ: Mapping[str, str]) -> float | None:
@@ -86,8 +86,8 @@ class Signals:
     unknown). The state after the step is saved, even if the step ends late; a kill during the save leaves the newest
     checkpoint intact.
 
-    If no step is in progress (``at_once``), the signal interrupts the current work. With ``repeated``, a launcher
-    passes on signals that the process has also received directly, so signals within REPEATED_SIGNAL_S are one.
+    If no step is in progress (``at_once``), the signal interrupts the current work. ``repeated``: a launcher passes on
+    signals that the process has also received directly, so signals within REPEATED_SIGNAL_S count as one.
 
     Python drops exceptions that a handler raises in a finalizer or in a callback of ``fork``. The signal is then sent
     again.
@@ -116,9 +116,9 @@ class Signals:
         self._at_once = ""
         self._is_sent_again = False
         self._hook: Callable[[sys.UnraisableHookArgs], object] = sys.__unraisablehook__
-        # Messages to the thread that prints: "received", then "reached"; or the immediate action. A handler
-        # may call its put(), because that needs no lock that the interrupted thread could hold. An Event, or the start
-        # of a thread, needs one.
+        # Messages to the thread that prints: "received" (or what is done at once), "reached", "dropped" and "over".
+        # A handler may call put(), because it needs no lock that the interrupted thread could hold. An Event, or the
+        # start of a thread, needs one.
         self._news: SimpleQueue[str] = SimpleQueue()
         self._speaker: threading.Thread | None = None
 
@@ -198,9 +198,7 @@ class Signals:
 
     @contextmanager
     def at_once(self, what: str) -> Iterator[None]:
-        """Let a signal, or one received before, raise StopRequest anywhere in the block. ``what`` is the printed
-        action.
-        """
+        """Context in which a signal raises StopRequest anywhere, also one received before. ``what`` is printed."""
         try:
             self._interrupt_at_once(what)
             yield

@@ -1,4 +1,4 @@
-"""The parts of rich that Trainwright uses. Import them from here: importing rich draws from Python's generator."""
+"""The parts of rich that Trainwright uses. Importing rich draws random numbers, whose generator is restored here."""
 
 from __future__ import annotations
 

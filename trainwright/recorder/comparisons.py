@@ -61,7 +61,7 @@ class EvaluationSites(Listener):
         self.current: Site = (None, None, None)
         """The site of the newest call without gradients of a watched model."""
         self.follow: Callable[[Sequence[nn.Module]], None] = lambda modules: None
-        """Also follows the outputs of these copies of a model."""
+        """Tracks the outputs of these copies of a model, too. Set by the probe of evaluations."""
         self._compared: set[Site] = set()
         self._trained_on: set[Site] = set()
 

@@ -46,7 +46,7 @@ def called_parts(module: nn.Module) -> list[nn.Module]:
 
 
 def engine_recorder(state: TrainState, closed: Callable[[RecordedStep], None], first_step: int) -> LoopRecorder:
-    """Returns a recorder of the engine's steps that leaves every update as it is."""
+    """Returns a recorder of the engine's steps that vetoes no update."""
     roots, optimizers = called_roots(state), parts_of(state.optimizer)
     veto = Veto(roots, parameters_of(roots, optimizers), "observe", together=optimizers)
     return LoopRecorder(

@@ -23,7 +23,7 @@ from trainwright.runs.json_values import Facts
 MARKS = 4096
 """Maximum number of batches per epoch whose order is recorded."""
 SPREAD = 1 << 16
-"""Maximum number of recorded samples of a dataset."""
+"""Of a larger dataset only evenly spaced samples are recorded: at least this many, and less than twice as many."""
 _AT_RANDOM = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
@@ -143,7 +143,7 @@ class EpochHistory:
         self._last: dict[int, Epoch] = {}
 
     def add(self, epoch: Epoch, *, whole: bool) -> None:
-        """Adds a finished epoch (``whole``), or the begin of an unfinished one."""
+        """Adds a finished epoch (``whole``), or the beginning of an unfinished one."""
         self.compare(epoch, whole=whole)
         if epoch.role == "training":
             self._trained.setdefault(epoch.source.base, set()).update(epoch.ids)
@@ -167,7 +167,7 @@ class EpochHistory:
         length = min(len(epoch.marks), len(before.marks))
         equal = next((n for n in range(length) if epoch.marks[n] != before.marks[n]), length)
         if epoch.batches - epoch.trained >= equal > 0:
-            return  # a resumed epoch: the batches before its begin were read again and skipped
+            return  # a resumed epoch: the batches before the resume were read again and skipped
         facts: Facts = {"batches": length, "equal": equal, "samples": epoch.samples, "ascending": epoch.ascending}
         facts |= {"whole": whole, **_order_of(epoch.loader)}
         self.repeats = [*[each for each in self.repeats if each["whole"]][-7:], facts]

@@ -1,4 +1,4 @@
-"""Reads the numbers of a step as floats. From a GPU they are copied asynchronously and read some steps later."""
+"""Reads losses and norms of a step as floats. From a GPU they are copied asynchronously and read some steps later."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainwright.runs.records import Watched
 
 _IS_CUDA = operator.attrgetter("is_cuda")
 LATE = 2
-"""Steps after which a GPU has usually computed the numbers of a step, so that reading does not wait."""
+"""Number of steps after which a GPU has usually computed losses and norms of a step, so that reading does not wait."""
 
 
 def lateness(device: torch.device) -> int:
@@ -39,7 +39,7 @@ class Numbers(NamedTuple):
 
     @staticmethod
     def of(losses: tuple[float, ...], loss: float, norm: float, clips: tuple[float, ...] = ()) -> Numbers:
-        """Makes Numbers and tests once whether all are finite, because several listeners use the result."""
+        """Makes Numbers. Tests here, once for all listeners, whether they are finite."""
         finite = math.isfinite(norm) and not math.isinf(loss) and all(map(math.isfinite, losses))
         return Numbers(losses, loss, norm, clips, finite)
 

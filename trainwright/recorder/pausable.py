@@ -105,9 +105,7 @@ def without_users_modes() -> Iterator[None]:
 
 @contextmanager
 def without_modes() -> Iterator[None]:
-    """Context in which neither the user's modes nor the recorder's observe operations. No PausableMode may start or
-    stop.
-    """
+    """Context without the user's and the recorder's modes. No PausableMode may start or stop in it."""
     modes = _pop_while(lambda mode: not isinstance(mode, DeviceContext)) if _len_torch_function_stack() else []
     try:
         with _disable_current_modes() if _len_torch_dispatch_stack() else nullcontext():

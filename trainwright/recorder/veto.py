@@ -1,4 +1,4 @@
-"""Keeps non-finite updates from the weights under ``tw.watch``."""
+"""Skips updates under ``tw.watch``: those that are not finite, spikes, and those in the user's skip list."""
 
 from __future__ import annotations
 
@@ -66,8 +66,9 @@ class Veto:
                 guard.keep(root)
 
     def before_update(self, step: RecordedStep, optimizer: Optimizer, left_by_clip: float | None = None) -> None:
-        """Decides on an update. ``left_by_clip`` is the norm of the clipped gradients, if a clip by norm was the last
-        event and its norm is on the host.
+        """Decides on an update. ``left_by_clip`` is the norm of the clipped gradients.
+
+        It is None unless a clip by norm was the last event and its norm is on the host.
         """
         norm, counts = self._norm(step.step, optimizer, left_by_clip)
         step.values["grads"], trained = counts, (id(optimizer), counts[0])
@@ -131,9 +132,7 @@ class Veto:
         return norm.device.type == self.device_type and is_alone and bool(can)
 
     def was_vetoed_on_device(self, step: RecordedStep, norm: float) -> bool:
-        """Returns True if the device has skipped the update, and marks the step as vetoed. ``norm`` is the gradient
-        norm.
-        """
+        """Returns True if the device skipped the update (gradient norm ``norm``), and marks the step as vetoed."""
         if "on_device" not in step.values or math.isfinite(norm):
             return False
         step.values["vetoed"] = "gradients"
@@ -203,9 +202,7 @@ def _norm_of_parts(grads: list[Tensor], dtype: torch.dtype | None, order: float 
 
 
 def _before_clipping(step: RecordedStep, norm: float) -> float:
-    """Returns the norm that clipping measured right before the update; else
-    ``norm``. Only for the detection of spikes.
-    """
+    """Returns the norm that a clip right before the update measured; ``norm`` without one. For spikes only."""
     kind, clip = step.events[-2] if len(step.events) > 1 else ("", {})
     return float(clip["norm"]) if kind == "clip" and clip["norm"] is not None else norm
 

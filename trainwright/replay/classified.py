@@ -27,8 +27,9 @@ MAX_SCORES = 1 << 24
 
 @dataclass(frozen=True)
 class Classified:
-    """A call of a loss with one class per row. Its tensors have no graph. ``again`` computes the loss of other targets
-    (N,), with a graph.
+    """A call of a loss with one class per row. Its tensors have no graph.
+
+    ``again`` computes the loss of the same scores and other targets (N,), with a graph.
 
     ``marks`` identify the rows: the scores (N, V), or with ``head`` the hidden states (N, D). Ignored elements of
     ``target`` (N,) are -1 for any ``ignore_index``. Scores are computed with the current weights of the head: call
@@ -55,9 +56,7 @@ class Classified:
         return max(1, MAX_SCORES // self.classes)
 
     def scores(self, at: Tensor) -> Tensor:
-        """Returns the scores (n, V) of the rows ``at`` (n,), n <= ``max_rows``. For nll_loss they are
-        log-probabilities.
-        """
+        """Returns the scores (n, V) of the rows ``at`` (n,), n <= ``max_rows``; for nll_loss log-probabilities."""
         if self.head is None:
             return self.marks[at]
         weight, bias, cap = self.head.weight.detach(), self.head.bias, self.head.softcap
@@ -102,7 +101,7 @@ def classes_in(name: str, args: Args, kwargs: Kwargs) -> int | None:
 
 
 def _plain(name: str, args: Args, kwargs: Kwargs) -> Classified | None:
-    """Scores of shape (N, V), (V,), (B, V, T) and so on."""
+    """Handles scores of shape (N, V), (V,), (B, V, T) and so on. Returns None for soft targets."""
     arguments = dict(zip(("input", "target", "weight", "size_average", "ignore_index"), args)) | kwargs
     x, target = arguments["input"], arguments["target"].detach()
     if target.is_floating_point() or x.dim() != target.dim() + 1:

@@ -32,10 +32,10 @@ class ModuleStack:
     ) -> Iterator[None]:
         """Context with hooks on all modules except ``but``.
 
-        The context may end in a hook of ``but``, which cannot remove hooks of the same module.
+        ``but`` is for a caller that leaves the context in a hook of that module, where its hooks cannot be removed.
 
         ``enter`` is called with a module's arguments after it is pushed, ``leave`` with its output after it is popped.
-        They are not stored in this object, because the object of such a method may hold it: a reference cycle.
+        They are no attributes, because they may be methods of an object that holds this one: a reference cycle.
         """
         self.paths.clear()
         handles = []

@@ -35,12 +35,12 @@ from trainwright.version import __version__
 
 @dataclass(frozen=True)
 class Report:
-    """Findings of one run, the first cause first.
+    """The diagnosis of one run. Findings are in order, root causes first.
 
     Args:
         findings: Findings in the log, which every other view of the run shows, too.
         added: Findings that this version's checks make in the records, but the run itself did not.
-        experiments: Experiments that could give more information.
+        experiments: Names of experiments that checks request, and that a replay could run.
         can_be_trained_again: True if the recipe suffices to train again, so that any step can be replayed.
         unreadable: Lines of the log that hold no record.
         unknown: Records of a kind that this version does not support.
@@ -157,7 +157,7 @@ _MARKS = {"found": "FOUND", "passed": "passed", "not applicable": "-", "not exam
 
 @dataclass(frozen=True)
 class CheckList:
-    """``states`` are the results of a run; None for the checks alone."""
+    """The list of checks. ``states`` are their results in a run; None without a run."""
 
     states: Sequence[CheckState] | None = None
 

@@ -55,6 +55,7 @@ class EvidencePack:
     Args:
         found: The finding.
         title: The first sentence of the page of its check; "" for a user-defined check.
+        run: The name of the run.
         verdict: The verdict on the run.
         points: Recorded steps around the finding.
         calls: Calls of the step with their lines, such as ``("backward", "train.py:44")``.

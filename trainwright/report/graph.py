@@ -65,7 +65,7 @@ def headline_text(headline: Headline) -> str:
 
 
 def human_count(count: float) -> str:
-    """Return such as `1.2 G`; numbers below 1,000 have no suffix."""
+    """Return a count as text, such as `1.2 G`; numbers below 1,000 have no suffix."""
     for unit in ("", " K", " M", " G", " T", " P"):
         if abs(count) < 999.5:
             return f"{count:.3g}{unit}"
@@ -90,7 +90,7 @@ def size_text(size: int | None) -> str:
 
 
 def ops_text(run: NodeRun, width: int = _OPS_WIDTH) -> str:
-    """Return such as `Addmm, Mul x 2`: the operators of a run, without views unless there are only views."""
+    """Return the operators of a run as text, `Addmm, Mul x 2`, without views unless there are only views."""
     shown = [(op, count) for op, count in run.ops if op not in _VIEWS] or list(run.ops)
     words = [op if count == 1 else f"{op} x {count}" for op, count in shown]
     text = ""

@@ -1,4 +1,4 @@
-"""Converts operating-system errors on the run folder to a sentence with a remedy."""
+"""Writes files of a run folder, each at once or not at all, and converts errors of the system to StorageErrors."""
 
 from __future__ import annotations
 

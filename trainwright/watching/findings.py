@@ -29,7 +29,7 @@ from trainwright.watching.places import Lines
 
 EVERY_STEP, EVERY_EIGHTH = 64, 1024
 """Ordinary steps become records: each up to the first number, every eighth up to the second, then every 64th."""
-KEPT_RECORDS, UNRECORDED = 1024, 16
+KEPT_RECORDS, UNRECORDED = 1024, 16  # records in memory; newest steps that are not records yet
 ORDINARY = {"grads", "step_s", "wait_s", "on_device", "lines"}
 """Values that every step has. A step with other values always becomes a record."""
 ROUNDS = 4
@@ -66,7 +66,7 @@ class FindingsLog:
 
     @property
     def records(self) -> list[Record]:
-        """The records in memory. A long run does not have one for every step."""
+        """The records in memory. In a long run, not every step has a record."""
         self.record_all()
         return self._records
 

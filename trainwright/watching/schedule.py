@@ -91,7 +91,7 @@ class ExaminationSchedule:
         """Returns True if ``step``, which has ended, is examined.
 
         It is due, or ``bad`` (not finite), or a probe is ``urgent``. Within the budget also if its loss jumped, its
-        gradient norm ``spiked`` or its program has ``changed``: then the candidates begin again from it.
+        gradient norm ``spiked`` or its program has ``changed``. After a change, candidates are counted from this step.
         """
         if changed:
             self._has_changed, self._first_step = True, step - 1
@@ -100,7 +100,7 @@ class ExaminationSchedule:
         is_odd = (self._jumped(step, loss) or spiked) and step > self._examined_at + MIN_STEPS_BETWEEN_JUMPS
         wanted = is_news or urgent or step in self._due
         if not wanted and (is_odd or self._has_changed):
-            wanted = self._budget.left_s >= self._overhead_s  # it reads the clock, which is slow in a container
+            wanted = self._budget.left_s >= self._overhead_s  # read last, because the clock is slow in a container
         if wanted:
             self._has_changed = False
             self._due.discard(step)
@@ -123,7 +123,7 @@ class ExaminationSchedule:
         self._wanted_s = max(runner.wanted_s(), LEAST_WORTH * self._overhead_s)
 
     def _jumped(self, step: int, loss: float) -> bool:
-        """Returns True if the loss exceeds its moving average by more than 6 times its mean deviation."""
+        """Returns True if the loss exceeds its moving average by more than 6 mean deviations and by more than 5 %."""
         mean, deviation = self._mean, self._deviation
         if not math.isfinite(loss):
             return False
@@ -141,10 +141,10 @@ SNAPSHOT_FRACTION = 0.004
 
 
 class SnapshotSchedule:
-    """Takes snapshots in intervals that depend on their cost: at least every ``keep`` steps, or 0.1 s if that is
-    longer.
+    """Decides when to take snapshots: the interval between two depends on their cost.
 
-    The interval is at most ``4 * keep`` steps, because the inputs of all of them are held.
+    It is at most ``keep`` steps, or 0.1 s if that is longer, and never more than ``4 * keep`` steps, because the inputs
+    of all these steps are held.
     """
 
     def __init__(self, keep: int) -> None:

@@ -28,7 +28,7 @@ SMOOTHING_ROWS = 15
 
 @dataclass(frozen=True)
 class Difference:
-    """One path, and the value of each run at it, in the order of the runs."""
+    """A setting by its dotted path, and its value in each run, in the order of the runs."""
 
     path: str
     values: tuple[str, ...]
@@ -63,9 +63,9 @@ class Spread:
 
 @dataclass(frozen=True)
 class RunComparison:
-    """Several runs. What not every run has is None, such as the recipe of a watched loop.
+    """A comparison of several runs. ``recipe``, ``plan`` and ``provenance`` are None if a run has none.
 
-    ``target`` is the lowest loss that all of them reached, by ``measure``; None if there is none.
+    ``target`` is the lowest loss that all runs reached, of the kind ``measure``; None if there is none.
     """
 
     names: tuple[str, ...]
@@ -204,7 +204,7 @@ def _of_provenance(views: Sequence[RunView]) -> tuple[Difference, ...] | None:
 
 
 def _table(pairs: Sequence[Mapping[str, tuple[str, str]]]) -> tuple[Difference, ...]:
-    """Return differences to the first run as rows; a run without a difference has the value of the first."""
+    """Return one row per path from the differences (first run, other run) of each other run."""
     first = {path: before for each in reversed(pairs) for path, (before, _) in each.items()}
     paths = dict.fromkeys(path for each in pairs for path in each)
     return tuple(
