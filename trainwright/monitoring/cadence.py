@@ -6,11 +6,9 @@ from trainwright.checkpoint.train_state import TrainState
 
 
 class Every:
-    """True once for each boundary of ``steps``, ``seconds`` or ``fraction`` that a run crosses. Exactly one must be
-    given.
+    """Is due when a run crosses a multiple of ``steps``, ``seconds`` or ``fraction``. Exactly one must be given.
 
-    Boundaries are multiples of the interval, so a resumed run has the same boundaries as an uninterrupted run.
-    ``since`` is the state at the resume.
+    A resumed run is therefore due at the same points as an uninterrupted run. ``since`` is the state at the resume.
     """
 
     def __init__(
@@ -28,7 +26,7 @@ class Every:
         self._passed = 0 if since is None or steps is not None else self._boundaries(since)
 
     def due(self, state: TrainState) -> bool:
-        """Return True if a boundary was crossed since the last call. Needs no host sync."""
+        """Return True if a multiple was crossed since the last call. Needs no host sync."""
         if self.steps is not None:
             return state.step % self.steps == 0
         before, self._passed = self._passed, self._boundaries(state)

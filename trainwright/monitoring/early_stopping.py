@@ -14,13 +14,10 @@ from trainwright.errors import UsageError, require_choice
 
 
 class EarlyStopping:
-    """An observer that stops after ``patience`` successive evaluations that have not improved ``metric`` by
-    ``min_delta``.
-
-    Its counter is part of each checkpoint.
+    """An observer that ends a run whose validation has stopped improving. Its counter is part of each checkpoint.
 
     Args:
-        patience: Evaluations to wait for an improvement.
+        patience: Number of successive evaluations without an improvement after which the run ends.
         metric: ``loss``, or any metric of the validation.
         min_delta: The minimum change that counts as an improvement.
         mode: ``min`` if a smaller value is better, ``max`` if a larger one is.

@@ -21,7 +21,7 @@ THROTTLE_REASONS = {
 
 
 class Gpus:
-    """NVIDIA GPUs by NVML index. There are no readings without a driver, and none that a GPU does not support.
+    """NVIDIA GPUs by NVML index. Readings that a GPU does not support are left out; without a driver, all are.
 
     ``nvml`` is the module ``pynvml``, or an object with the same functions.
     """

@@ -37,7 +37,7 @@ from trainwright.recorder.user_types import Kwargs
 from trainwright.runs.json_values import Event
 
 ORDINARY_VALUES = {"grads", "step_s", "wait_s", "lines"}
-"""Values of a step in which nothing unusual happened."""
+"""Names of the values of a step in which nothing unusual happened."""
 ORDINARY_EVENTS = {"zero_grad", "forward", "backward", "clip", "step"}
 
 
@@ -61,7 +61,7 @@ class DeferredStep(NamedTuple):
 class StepTemplate:
     """The parts of a recorded step that later steps share, unless their program changes.
 
-    ``clip`` is None for steps without clipping.
+    ``clip`` is None for steps without clipping. ``size`` is the number of samples, 0 if unknown.
     """
 
     zeros: tuple[Instruction, ...]

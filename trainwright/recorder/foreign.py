@@ -1,4 +1,4 @@
-"""Optimizers that are not torch's, such as those of keras: an update is a call that they make on the weights."""
+"""Optimizers that are not torch's, such as those of keras. A call of their ``step`` or ``apply`` is an update."""
 
 from __future__ import annotations
 

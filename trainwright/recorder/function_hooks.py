@@ -13,8 +13,8 @@ from trainwright.recorder.listener import has_listeners, inside, tell
 OWNER = _SingleLevelFunction if isinstance(vars(Function)["apply"], classmethod) else Function
 """The class whose ``apply`` is replaced.
 
-Until torch 2.13, ``Function.apply`` looks up ``apply`` of its base class at each call. So calls are also reported if
-the user has stored ``MyFunction.apply`` in a variable before the watch. From torch 2.14 on ``apply`` is a C function,
+Until torch 2.13, ``Function.apply`` looks up ``apply`` of its base class at each call. Calls are therefore reported
+even if the user stored ``MyFunction.apply`` in a variable before the watch. From torch 2.14 on ``apply`` is a C function,
 and calls through such a variable are not reported. A replay of the step then does not give the recorded gradients, so
 nothing is concluded from the replay.
 """

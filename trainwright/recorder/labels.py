@@ -17,7 +17,7 @@ from trainwright.runs.json_values import Facts
 LABELLED = 64
 """Maximum number of batches whose labels are counted."""
 PEEKED = 64
-"""Samples that are read from a dataset to estimate the frequency of each label."""
+"""Number of samples that are read from a dataset to estimate the frequency of each label."""
 DRAWS = 16
 
 
@@ -33,7 +33,7 @@ class LabelCounts:
         self._everywhere: Counter[float] | None = None
 
     def wants(self, num_steps: int) -> bool:
-        """Returns True if the tensors of the next batch are needed after ``num_steps`` steps."""
+        """Returns True if, after ``num_steps`` steps, the tensors of the next batch are needed."""
         return (self._column is None or len(self._batches) < LABELLED) and num_steps < 4 * LABELLED
 
     def add(self, step: RecordedStep, batches: Sequence[PendingBatch], num_steps: int) -> None:

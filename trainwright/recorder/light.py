@@ -1,4 +1,7 @@
-"""Decides which steps are recorded in full if a loop calls its model many times per step."""
+"""Decides which steps of a loop are light: of these only losses and updates are recorded.
+
+Only a loop that calls its model many times per step has light steps.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.recording import LoopRecorder
 
 MIN_CALLS = 8
-"""Minimum number of forward calls per step, with and without gradients, of a loop in which most steps are light."""
+"""Minimum number of forward calls per step, with and without gradients, of a loop with light steps."""
 SMALL_CALL_S = 0.002
 """Maximum step time per forward call of such a loop. Hooks and tape take more than a tenth of so short a call."""
 FIRST = 8
@@ -15,7 +18,7 @@ FIRST = 8
 COUNTED = 64
 """Forward calls are counted until this step, and later while most steps are light. Light steps are not counted."""
 AFTER_INCIDENT = 64
-"""Steps that are recorded in full after a non-finite one, so that the next one can be replayed."""
+"""Number of steps recorded in full after a non-finite one, so that another non-finite step can be replayed."""
 
 
 class LightSteps:
@@ -45,7 +48,7 @@ class LightSteps:
             self.is_wanted = calls >= MIN_CALLS and step_s < SMALL_CALL_S * calls
 
     def may_be_light(self, step: int) -> bool:
-        """Returns True if the step after ``step`` can be light. It is recorded in full if it may be replayed."""
+        """Returns True if the step after ``step`` can be light."""
         return self.is_wanted and step >= self._full_until and not self._recording.saw_others
 
     def prepare_next(self, *, is_light: bool) -> None:
@@ -58,6 +61,6 @@ class LightSteps:
         self._recording.set_light(is_light)
 
     def end(self) -> None:
-        """Adds the hooks permanently."""
+        """Adds the hooks again. No later step is light."""
         self._is_off, self.is_wanted = True, False
         self.prepare_next(is_light=False)

@@ -12,7 +12,7 @@ from trainwright.recorder.user_types import TorchFunction
 
 
 def _outermost(event: str, arguments: Callable[..., tuple[object, ...]]) -> Callable[[TorchFunction], TorchFunction]:
-    """Makes a wrapper that calls ``event`` with the result of ``arguments``.
+    """Makes a wrapper that reports ``event``. ``arguments`` maps the call's result and arguments to those of the event.
 
     Only the outermost call is reported, because a module calls the same method of its children.
     """
@@ -68,4 +68,4 @@ OBJECT_WRAPPERS: tuple[tuple[object, str, Callable[[TorchFunction], TorchFunctio
     (torch, "manual_seed", _outermost("on_seeded", lambda result, *_, **__: ())),
     (Tensor, "__deepcopy__", _wrap_deepcopy),
 )
-"""Replaced functions, as in ``hooks``."""
+"""Owner, name and wrapper of each function that ``hooks`` replaces."""

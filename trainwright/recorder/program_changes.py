@@ -22,7 +22,7 @@ from trainwright.recorder.program import (
 from trainwright.recorder.user_types import Kwargs
 
 MOST = 16
-"""Maximum number of programs. A loop with more of them chooses its program at random or by its data."""
+"""Steps are not compared after this many programs: such a loop chooses its program at random or by its data."""
 _LARGEST_DIMENSION = 8
 """Integers up to this one may be dimensions and belong to the program. Larger ones are sizes that vary by batch."""
 _MOST_NODES = 20_000
@@ -68,7 +68,7 @@ class ProgramChanges(Probe):
         called = tuple(map(_key_of, step.program))
         key = hash((tuple(self._nodes), writes, step.lr == 0, "edited" in step.values, called))
         self._closed += 1
-        # the state of an optimizer is created in step 1
+        # step 1 creates the state of the optimizer, so step 2 differs from it
         if key not in self._known and self._known and self._closed > 2:
             step.values["changed"] = True
         self._known.add(key)
@@ -104,9 +104,7 @@ def _key_of(instruction: Instruction) -> Hashable:
 
 
 def _plain(value: object) -> Hashable:
-    """Returns the part of an argument that belongs to the program: no sizes, and
-    no numbers that a schedule may change.
-    """
+    """Returns the part of an argument that belongs to the program: no sizes, no numbers that a schedule may change."""
     if isinstance(value, tuple | list):
         return tuple(map(_plain, value))
     if isinstance(value, slice):

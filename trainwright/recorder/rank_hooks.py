@@ -1,4 +1,4 @@
-"""Wrappers of the calls by which a loop of several ranks exchanges gradients. Each calls the listeners."""
+"""Wrappers of the calls by which a loop of several ranks exchanges gradients and buffers. Each calls the listeners."""
 
 from __future__ import annotations
 
@@ -54,4 +54,4 @@ RANK_WRAPPERS: tuple[tuple[object, str, Callable[[TorchFunction], TorchFunction]
     (DistributedDataParallel, "_pre_forward", _wrap_pre_forward),
     (distributed, "all_reduce", _wrap_all_reduce),
 )
-"""Replaced functions, as in ``hooks``."""
+"""Owner, name and wrapper of each function that ``hooks`` replaces."""

@@ -18,7 +18,7 @@ class TensorNotes(Generic[T]):
         self._notes: dict[int, tuple[weakref.ref[Tensor], T]] = {}
 
     def __setitem__(self, tensor: Tensor, note: T) -> None:
-        # avoids a reference cycle, which would keep values that are tensors alive
+        # a strong reference would be a cycle, and would keep values that are tensors alive
         key, weak_self = id(tensor), weakref.ref(self)
 
         def drop(_: weakref.ref[Tensor]) -> None:

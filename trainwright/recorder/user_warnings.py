@@ -33,10 +33,10 @@ _changing = threading.Lock()
 
 @contextmanager
 def without_warnings() -> Iterator[None]:
-    """Context in which this thread shows no warnings. Warning filters are not changed, because Python shows all
-    warnings again after such a change.
+    """Context in which this thread shows no warnings.
 
-    Threads may leave the context in any order, so they share the ``showwarning`` that the first thread has set.
+    Warning filters are not changed, because Python shows all warnings again after such a change. Threads may leave the
+    context in any order, so they share the ``showwarning`` that the first thread has set.
     """
     thread = threading.get_ident()
     if thread in _silent:
@@ -85,8 +85,8 @@ def _is_of_the_recorder() -> bool:
 def at_the_caller(original: ShowWarning) -> ShowWarning:
     """Returns a ``showwarning`` that drops the recorder's warnings, and moves those of the tape to the user's line.
 
-    Python shows a warning once for each location. If the tape calls a function that warns, the location is the tape. So
-    the warning is issued again at the user's line, and is shown once there, with and without the tape.
+    Python shows a warning once for each location. If the tape calls a function that warns, the location is in the tape.
+    The warning is therefore issued again at the user's line, so that it is shown once there, as without the tape.
     """
 
     def showwarning(message: Warning, category: type[Warning], filename: str, lineno: int, *rest: object) -> None:

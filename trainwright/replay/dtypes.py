@@ -19,7 +19,7 @@ DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 @contextmanager
 def cast_to(subject: LiveObjects, name: Literal["fp32", "fp64"]) -> Iterator[None]:
-    """Context in which all floating-point weights and buffers have another dtype. Within ``stage`` they are copies."""
+    """Context in which all floating-point weights and buffers have another dtype. For use within ``Replayer.stage``."""
     dtype = DTYPES[name]
     before = [p.data for p in subject.parameters]
     grads = [p.grad for p in subject.parameters]

@@ -80,7 +80,7 @@ class StepInspector:
 
 
 def nodes_of(tensors: Iterable[Tensor]) -> list[Node]:
-    """All nodes of the autograd graph behind these tensors, each once."""
+    """Returns all nodes of the autograd graph behind these tensors, each once."""
     nodes = [t.grad_fn for t in tensors if t.grad_fn is not None]
     seen = set(nodes)
     for node in nodes:  # grows while it is walked

@@ -34,8 +34,9 @@ class RecordedLoss:
 
 @dataclass
 class Samples:
-    """Inputs and targets of several recorded steps, one row per sample. ``at`` maps a tensor's data pointer to its
-    rows.
+    """Inputs and targets of several recorded steps, one row per sample.
+
+    ``at`` maps the data pointer of a recorded input or target to its rows (first, after the last).
     """
 
     x: Tensor

@@ -21,7 +21,7 @@ MAX_EVIDENCE_PRINTED = 3
 
 
 def lines_of(findings: Sequence[Found], run: Path | None = None, *, verbose: bool = False) -> list[str]:
-    """Return the findings as text, the first cause first, each in at most six lines.
+    """Return the findings as text, root causes first, each in at most six lines.
 
     Args:
         findings: The findings to print.

@@ -43,7 +43,7 @@ def layout_lines(option: Option, device: Device, title: str) -> list[str]:
 
 
 def human_flops(count: float) -> str:
-    """Return such as `503 TFLOP`, `7.12 PFLOP`."""
+    """Return a number of operations as text, such as `503 TFLOP` and `7.12 PFLOP`."""
     for unit in ("", "k", "M", "G", "T", "P"):
         if count < 999.5:
             return f"{count:.3g} {unit}FLOP"

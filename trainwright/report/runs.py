@@ -78,7 +78,7 @@ def list_runs(folder: Path, tagged: Sequence[str] = ()) -> RunTable:
 
 
 def _row_or_reason(folder: RunFolder) -> RunRow:
-    """Return the row of a run; if it cannot be read for any reason, the reason is the state."""
+    """Return the row of a run. If it cannot be read, the reason is its state."""
     try:
         return _row(folder)
     except Exception as error:

@@ -23,7 +23,7 @@ MAX_EXCERPT_CHARS = 1200
 """Default limit of an excerpt, about 300 tokens."""
 MAX_LINE_CHARS = 200
 NUMBER_CHARS = 12
-"""Characters that an answer needs for each line beside its text: the line number, the mark and the quotes."""
+"""Characters of each line of an excerpt in JSON besides its text: the line number, the mark and the quotes."""
 MAX_NAMES = 20
 CHANGED = "the file was changed after the run began, so the lines may differ"
 MAX_ENTRIES_SEARCHED = 20_000
@@ -175,8 +175,8 @@ def construction_of(source: str, root: Path, *, began_s: float | None = None) ->
         began_s: The Unix time at which the run began. A later change of the file is noted.
 
     Returns:
-        The only statement of the file that assigns the result of a call to the variable. A function of the file is
-        followed to the call that it returns. None if there is not exactly one.
+        The only statement of the file that assigns the result of a call to the optimizer's variable. If it calls a
+        function of the file, the call that this function returns. None if there is not exactly one such statement.
     """
     match = _SOURCE.fullmatch(source)
     files = list(_find_files(match[1], root)) if match else []

@@ -20,7 +20,7 @@ STAGES: tuple[Stage, ...] = get_args(Stage)
 
 
 def rank(found: Found) -> tuple[int, bool, float, int]:
-    """Return the sort key of findings, the first cause first.
+    """Return the sort key of findings, root causes first.
 
     By severity; then findings that name a cause before those that only name a symptom; then by confidence, in steps of
     a tenth; then by the part of the step.
@@ -54,12 +54,12 @@ class FindingsFold:
 
     @property
     def findings(self) -> list[Found]:
-        """The findings in their latest wording, the first cause first."""
+        """The findings as last written, root causes first."""
         return sorted(self._by_code.values(), key=rank)
 
 
 def findings_in(records: Iterable[Record]) -> list[Found]:
-    """Return the findings in the records of a log, the first cause first."""
+    """Return the findings in the records of a log, root causes first."""
     fold = FindingsFold()
     for record in records:
         fold.take(record)
@@ -75,7 +75,7 @@ class FindingsWriter:
 
     @property
     def findings(self) -> list[Found]:
-        """The findings so far, the first cause first."""
+        """The findings so far, root causes first."""
         return sorted(self._by_code.values(), key=rank)
 
     def get(self, code: str) -> Found | None:

@@ -223,9 +223,7 @@ class NoLock:
 
 
 def is_locked(path: Path) -> bool | None:
-    """Return True if a process trains in the run folder ``path``; None without a lock file, or without locks on that
-    disk.
-    """
+    """Return True if a process trains in the run folder ``path``; None without a lock file or a disk that has locks."""
     try:
         file = open_file(path / "lock")
     except UnreadableFile:

@@ -17,7 +17,7 @@ text that they spell, but a person does not see it."""
 
 
 def readable(text: str) -> str:
-    """Return ``text`` with what cannot be encoded escaped, such as lone surrogates from a name that is not UTF-8."""
+    """Return ``text`` with lone surrogates escaped, which no encoding can write, as in file names that are no UTF-8."""
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 

@@ -89,8 +89,7 @@ def _parts(section: Mapping[str, object]) -> Iterator[Mapping[str, object]]:
 
 
 def sources(modules: Sequence[str], live: Iterable[object] = ()) -> dict[str, str | None]:
-    """Return the sha256 of the file of each module, and of the source of each class and function of ``live`` in other
-    files.
+    """Return the sha256 of each module's file, and of the source of classes and functions of ``live`` in other files.
 
     Null if there is no source. Definitions of Trainwright, Python or an installed package are left out, because their
     versions are recorded. In ``__main__`` only the objects that train count: the rest starts and resumes runs.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from trainwright.recipe.schema import Alerts
 
 ANY_RECIPE = {"model": {"use": "mlp", "args": {"sizes": [1, 1]}}, "data": {"train": "digits"}}
-"""Completes the two sections to a recipe, so that they are validated like those of a recipe."""
+"""Completes the settings of sinks and alerts to a recipe, so that they are validated like those of a recipe."""
 
 
 class ForwardingProbe(Probe):

@@ -24,7 +24,7 @@ TRACE, NAME = "profile.json.gz", "profile.json"
 
 
 class ProfileProbe(Probe):
-    """Marks the steps of the loop for a profile."""
+    """Measures some steps of the loop for a profile. ``after`` is the number of steps before them."""
 
     name = "profile"
 
@@ -47,7 +47,7 @@ class ProfileProbe(Probe):
         self._session.close()
 
     def found(self) -> Profile | None:
-        """The profile; None if the loop ended before any step was timed."""
+        """Returns the profile; None if the loop ended before any step was timed."""
         workers = [each.num_workers for each in self._loaders if isinstance(each, DataLoader)]
         fused = [
             bool(group.get("fused")) for each in self._optimizers for group in each.param_groups if "fused" in group

@@ -48,7 +48,7 @@ def write_report(runs: Sequence[Path], out: Path | None = None) -> WrittenReport
         UsageError: If a path is not a run.
         StorageError: If the report cannot be written.
     """
-    from trainwright.report.pages.render import runs_page  # loads jinja2: when a run is over, not when it starts
+    from trainwright.report.pages.render import runs_page  # imports jinja2, which a run needs only at its end
 
     views = [RunView.read(path) for path in runs]
     text = runs_page(views)

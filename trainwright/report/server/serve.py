@@ -123,8 +123,8 @@ def make_server(
 def serve_in_background(folder: RunFolder, say: Callable[[str], None]) -> None:
     """Start a server of the runs around ``folder`` as a separate process, and print the page of that run.
 
-    It only reads files, so killing either process does not affect the other. It ends some time after this one. Errors
-    are printed, and training goes on.
+    The server only reads the runs, so killing either process does not affect the other. It ends some time after this
+    one. Errors are printed, and training goes on.
     """
     token = secrets.token_urlsafe(24)
     try:
