@@ -393,7 +393,7 @@ class LayerLog(Generic[R]):
 
 
 class LayerObserver:
-    """An observer that passes the steps of the engine to ``log``. Its method ``probe`` is a Probe."""
+    """An observer that passes the steps of the engine to ``log``. The engine calls ``probe`` before each update."""
 
     def __init__(self, log: LayerLog[R]) -> None:
         self._log = log
@@ -403,7 +403,7 @@ class LayerObserver:
         return self._log.is_due(state.step + 1)
 
     def probe(self, state: TrainState) -> Mapping[str, Tensor]:
-        """A Probe that adds nothing to the record of the step."""
+        """Measure the gradients if they are due. Adds nothing to the record of the step."""
         self._log.before_update(state.step + 1)
         return {}
 

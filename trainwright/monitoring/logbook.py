@@ -114,9 +114,9 @@ def allocator_values(device: torch.device) -> dict[str, float]:
 
 
 class Logbook:
-    """A context that writes Started when entered and Ended when left, also after an exception.
+    """A context manager that writes an Ended record when left, also after an exception. ``start`` writes Started.
 
-    The caller sets ``ended`` before the exit. Without it, an exception is recorded as ``failed`` with its reason. In
+    The caller sets ``ended`` before the exit. Otherwise the ending is ``failed``, with the exception as the reason. In
     both cases, Ended has the verdict that ``judge`` returns.
     """
 

@@ -17,7 +17,7 @@ THROTTLE_REASONS = {
     0x40: "hardware_thermal",
     0x80: "power_brake",
 }
-"""Bits of NVML's clocks event reasons for lower clocks of a busy GPU, and their names in readings."""
+"""Bits of NVML's clock event reasons that mean lower clocks of a busy GPU, and their names in readings."""
 
 
 class Gpus:

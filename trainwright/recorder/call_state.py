@@ -12,7 +12,7 @@ _TRAINING, _REQUIRES_GRAD = operator.attrgetter("training"), operator.attrgetter
 
 
 class CallState:
-    """Reads this state before each call. Equal values in one step share one object, which saves memory."""
+    """Reads modes, ``requires_grad`` and random states before each call. Equal values of one step are one object."""
 
     def __init__(self, modules: Sequence[nn.Module], parameters: Sequence[Tensor], device: torch.device) -> None:
         self.modules, self._parameters, self._device = modules, parameters, device
@@ -32,8 +32,7 @@ class CallState:
     def rng(self, step: int) -> tuple[Tensor, Tensor | None]:
         """Returns the states of the default CPU generator and of the GPU generator (None without a GPU).
 
-        States that are equal within a step are one object. The first call of a step needs no comparison, which takes
-        longer than reading the state.
+        The first call of a step skips the comparison with the last state, which takes longer than reading the state.
         """
         now = torch.default_generator.get_state()
         if step != self._step or not torch.equal(now, self._last_rng):

@@ -1,4 +1,4 @@
-"""Finds the user's source line of a call: the first frame outside of torch and of this package."""
+"""Finds the user's source line of a call: the innermost frame that is not code of torch, a library or this package."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 _ROOMS = ("recorder", "replay", "watching", "adapters", "doctor")
 _OURS = tuple(f"{Path(__file__).parents[1]}/{room}/" for room in _ROOMS)
-"""Folders whose code runs between a loop and its recorder. A loop may be in another folder of this package."""
+"""Folders whose code runs between a loop and its recorder. Loops of this package itself are in other folders."""
 _PACKAGES = (f"{Path(torch.__file__).parent}/", *_OURS)
 _NOT_PLACES = (f"{Path(__file__).parents[1]}/", f"{Path(sys.executable).parent}/")
 """This package and the folder of command line programs such as ``trainwright``. No fault is located in them."""
@@ -66,7 +66,7 @@ def frames() -> Iterator[FrameType]:
 
 
 def is_recorders(frame: FrameType) -> bool:
-    """Returns True if a frame belongs to torch or the recorder."""
+    """Returns True if a frame belongs to torch or to a folder of ``_OURS``."""
     return frame.f_code.co_filename.startswith(_PACKAGES)
 
 

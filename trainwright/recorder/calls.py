@@ -184,7 +184,7 @@ class _OwnCalls:
 
     def __init__(self) -> None:
         self._heard: dict[type[nn.Module], list[_Heard]] = {}
-        self._own: dict[type[nn.Module], object] = {}  # the class's original attribute
+        self._own: dict[type[nn.Module], object] = {}  # the original ``__call__`` of classes that define it
 
     @contextmanager
     def heard(self, root: nn.Module, before: _Before, after: _After) -> Iterator[None]:

@@ -41,7 +41,7 @@ class CarriedGradients:
     """
 
     def __init__(self) -> None:
-        self._used: dict[int, Versions] = {}  # gradients of optimizers that last stepped without a backward pass
+        self._used: dict[int, Versions] = {}  # at the last update without a backward pass, by optimizer
         self.left: dict[int, Tensor] = {}
         """Copies of the gradients after a backward pass, by ``id`` of the parameter. Empty: nothing is compared."""
 
@@ -61,7 +61,7 @@ class CarriedGradients:
 
     def is_made_anew(self, index: int, parameters: Sequence[Tensor], has_backward: bool) -> bool:
         """Returns True if the gradients of a stepping optimizer were not added to those of an earlier step."""
-        if not has_backward:  # another optimizer has stepped: compare with its own last update
+        if not has_backward:  # compare with the last update of this optimizer
             now, before = versions_of_gradients(parameters), self._used.get(index)
             self._used[index] = now
             return before is None or not _has_grown(before, now)

@@ -114,7 +114,7 @@ class ComparedOutputs(PausableMode):
         self.forget()
 
     def forget(self) -> None:
-        """Begins a new pass."""
+        """Forgets all tensors, because a new pass begins."""
         self._outputs.clear()
         self._own.clear()
         self._generating: set[Site] = set()  # sites whose outputs become inputs again, as in a sampler
@@ -130,7 +130,7 @@ class ComparedOutputs(PausableMode):
             self._sites.exclude(site for each in tensors if (made := self._made(each)) for site in made.sites)
 
     def returned(self, output: object, inputs: object, site: Site) -> None:
-        """Records an output. With several inputs a 0-d output is a loss, because targets are among the inputs."""
+        """Records an output. A 0-d output of several inputs counts as a loss: targets are among the inputs."""
         tensors, given = tensors_of(output), tensors_of(inputs, 3)
         if any(self._made(each) for each in given):
             self._generating.add(site)

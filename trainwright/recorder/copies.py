@@ -12,7 +12,7 @@ def is_a_copy(module: nn.Module, roots: Sequence[nn.Module]) -> bool:
     """Returns True if a module has the shapes of a root and shares no parameters with any root."""
     ours = {id(p) for root in roots for p in root.parameters()}
     theirs = list(module.parameters())
-    if any(map(is_lazy, (*theirs, *(p for root in roots for p in root.parameters())))):  # it has no shape yet
+    if any(map(is_lazy, (*theirs, *(p for root in roots for p in root.parameters())))):  # no shape yet
         return False
     shapes = [[p.shape for p in root.parameters()] for root in roots]
     return bool(theirs) and not any(id(p) in ours for p in theirs) and [p.shape for p in theirs] in shapes

@@ -152,7 +152,7 @@ class EpochHistory:
         elif epoch.role == "evaluation":
             _, ids = self.evaluated.setdefault(epoch.source.number, (epoch.source, set()))
             ids.update(epoch.ids)
-            if len(self.evaluated) > 8:  # a new loader for each evaluation
+            if len(self.evaluated) > 8:  # the loop makes a new loader for each evaluation
                 del self.evaluated[min(self.evaluated)]
 
     def follows_another(self, epoch: Epoch) -> bool:
@@ -194,7 +194,7 @@ def _reference(value: object) -> Callable[[], object]:
 
 
 def _order_of(loader: Loader) -> Facts:
-    """Returns the properties that determine the order. ``random``: the sampler draws another one in each epoch."""
+    """Returns the properties that determine the order. ``random``: the sampler draws another order in each epoch."""
     sampler: object = getattr(loader, "sampler", None)
     own = getattr(loader, "batch_sampler", None)
     if own is not None and type(own) is not BatchSampler:

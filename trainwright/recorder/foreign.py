@@ -70,7 +70,7 @@ def _updating(given: object) -> str | None:
 
 
 def _rate_of(foreign: object) -> float:
-    """Returns the learning rate; 1 if it is unknown, which only means that it is above 0."""
+    """Returns the learning rate; if it is unknown 1, as a placeholder above 0."""
     for name in RATES:
         try:
             return float(getattr(foreign, name))

@@ -14,9 +14,9 @@ OWNER = _SingleLevelFunction if isinstance(vars(Function)["apply"], classmethod)
 """The class whose ``apply`` is replaced.
 
 Until torch 2.13, ``Function.apply`` looks up ``apply`` of its base class at each call. Calls are therefore reported
-even if the user stored ``MyFunction.apply`` in a variable before the watch. From torch 2.14 on ``apply`` is a C function,
-and calls through such a variable are not reported. A replay of the step then does not give the recorded gradients, so
-nothing is concluded from the replay.
+even if the user stored ``MyFunction.apply`` in a variable before the watch. From torch 2.14 on ``apply`` is a C
+function, and calls through such a variable are not reported. A replay of the step then does not give the recorded
+gradients, so nothing is concluded from the replay.
 """
 
 

@@ -65,11 +65,11 @@ class GradientRecorder(Listener):
         self._edits = False  # the loop changes gradients by hand
         self._unused = UnusedGradients()
         self._carried = CarriedGradients()
-        self._is_clipped = self._was_clipped = False  # the gradients of this step, and of the last one
+        self._is_clipped = self._was_clipped = False  # gradients were clipped in this step, and in the last one
         self._clipped: list[int] = []
         self._clipped_numbers: list[int] = []
         self._has_others = has_others()
-        self._num_collectives = num_collectives()  # before the first forward call of the step
+        self._num_collectives = num_collectives()  # counted before the first forward call of the step
 
     @property
     def careful(self) -> bool:
@@ -171,7 +171,7 @@ class GradientRecorder(Listener):
         if self.is_light:
             return
         if self._retains or (self._is_foreign and self._was_taped):
-            self.tape.start()  # more operations follow
+            self.tape.start()  # more operations on the loss may follow
         self._was_taped = False
         if self._is_foreign:
             return
@@ -263,7 +263,7 @@ class GradientRecorder(Listener):
         return norm * min(1.0, float(clip["at"]) / (norm + 1e-6))  # as torch clips
 
     def _numbers_of(self, parameters: Iterable[Tensor]) -> list[int]:
-        """Returns the numbers of the watched ones among these parameters."""
+        """Returns the numbers of those of the parameters that are watched."""
         numbers = self._numbers
         return [numbers[id(p)] for p in parameters if id(p) in numbers]
 

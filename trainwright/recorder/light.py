@@ -16,7 +16,7 @@ SMALL_CALL_S = 0.002
 FIRST = 8
 """All steps until this one are recorded in full."""
 COUNTED = 64
-"""Forward calls are counted until this step, and later while most steps are light. Light steps are not counted."""
+"""Forward calls are counted in all steps until this one. Later they are counted only while the loop has light steps."""
 AFTER_INCIDENT = 64
 """Number of steps recorded in full after a non-finite one, so that another non-finite step can be replayed."""
 

@@ -44,7 +44,7 @@ class Listener:
         """Called before a forward call that is not nested in another one."""
 
     def on_forward_without_grad(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        """Called without autograd, right before ``on_forward`` of the same call."""
+        """Called right before ``on_forward`` of the same call if autograd is off."""
 
     def on_output(self, root: nn.Module, output: object) -> None:
         """Called after the forward call. ``output`` is None if the call raised."""
@@ -171,7 +171,7 @@ def has_listeners() -> bool:
 
 
 def is_muted() -> bool:
-    """Returns True if this thread has no events now."""
+    """Returns True if no events of this thread are reported now."""
     return threading.get_ident() in _muted
 
 

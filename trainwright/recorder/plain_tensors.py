@@ -1,4 +1,4 @@
-"""Tensors of any kind: tests whether they have dense memory, and properties that all of them have."""
+"""Tests whether a tensor is dense and can be read, and reads properties that tensors of any kind have."""
 
 from __future__ import annotations
 
@@ -41,5 +41,5 @@ def version_of(tensor: Tensor) -> int:
 
 
 def rows_of(tensor: Tensor) -> int:
-    """Returns the number of rows; 1 without dimensions."""
+    """Returns the first dimension; 1 for a 0-d tensor."""
     return tensor.size(0) if tensor.dim() else 1

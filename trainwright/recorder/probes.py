@@ -65,7 +65,7 @@ class Probe(Listener):
     urgent = False
     """Set by a probe whose facts should not wait for the next examination. Unset by ``facts``."""
     only_changes = False
-    """Facts that equal the previous ones are not reported."""
+    """True: facts that equal the previous ones are not reported."""
     _last_facts: object = None
 
     def begin(self, site: WatchSite) -> None:

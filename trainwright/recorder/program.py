@@ -50,7 +50,7 @@ Autocast = tuple[bool, torch.dtype, bool]
 
 @dataclass(slots=True)
 class Call:
-    """A forward call of a root module. ``outputs`` are the slots of its tensors, in the order of ``tensors_of``.
+    """A forward call of a root module. ``outputs`` are the slots of its results, in the order of ``tensors_of``.
 
     ``training`` holds the mode of every module of every root, ``wanted`` the ``requires_grad`` of every parameter.
     ``RecordedStep.ids[batch]`` are the samples of its batch; -1: there is none. ``part`` is the path of the called
@@ -156,7 +156,8 @@ NOT_RECORDED = "the loop calls the model many times a step, so that most of its 
 class RecordedStep:
     """One recorded optimizer step. ``ids`` are the sample ids of each batch that it read.
 
-    ``losses`` are the roots of backward passes without a loss scale; ``loss`` is their mean, if known.
+    ``losses`` are the tensors on which backward was called, without a loss scale. ``loss`` is their mean; None: not
+    computed yet. ``events`` are (kind, value) in order. ``values`` are further facts by name.
 
     ``blind`` is the reason why the step cannot be replayed; None if it can. ``num_bytes`` is the memory that its
     tensors keep. ``trained`` identifies the parameters that ``grad_norm`` covers, by a key of the optimizer and the
@@ -182,7 +183,7 @@ class RecordedStep:
 
     @property
     def not_replayable(self) -> str | None:
-        """The reason why it cannot be replayed; None if it can."""
+        """The reason why the step cannot be replayed; None if it can."""
         return self.blind or (NOT_RECORDED if self.is_light and self.inputs is None else None)
 
     @property
@@ -290,9 +291,9 @@ def _is_users(function: object) -> bool:
 
 
 def tensors_of(value: object, depth: int = 6) -> list[Tensor]:
-    """Return the tensors in what a model returned, always in the same order: containers, dataclasses, plain objects.
+    """Return the tensors in a value, such as the output of a model, always in the same order.
 
-    Each container or object within ``depth`` levels is read once, however often it is referenced.
+    Each container, dataclass or object within ``depth`` levels is read once, however often it is referenced.
     """
     found: list[Tensor] = []
     _find_tensors(value, depth, found, {})

@@ -242,7 +242,7 @@ class LoopRecorder(GradientRecorder):
         done.num_bytes, self.tape.num_bytes = self.tape.num_bytes, 0
         done.values["step_s"], done.values["wait_s"] = now_s - self._ended_s, self._fetched.waited_s
         if (lines := done.values.get("lines")) is not None:
-            if lines == self._last_lines:  # repeated lines are not written
+            if lines == self._last_lines:  # the log has them already
                 del done.values["lines"]
             self._last_lines = lines
         self._begin_step(done.step + 1)
@@ -277,7 +277,7 @@ class LoopRecorder(GradientRecorder):
 
 
 def hyperparameters(group: Kwargs) -> Kwargs:
-    """Returns a copy, because the learning rate may be a tensor that its scheduler writes to."""
+    """Returns a copy of a parameter group. Its learning rate may be a tensor that the scheduler writes to."""
     copy = {**group, "params": None}
     if isinstance(copy.get("lr"), Tensor):
         copy["lr"] = copy["lr"].detach().clone()

@@ -99,7 +99,7 @@ class Ring:
         self._most = max(self.keep, len(held)) + SPARE
 
     def _is_spare(self) -> bool:
-        """Returns True if the last ``keep`` steps can all be replayed from the second snapshot."""
+        """Returns True if the oldest snapshot can be dropped: the last ``keep`` steps are replayed from the second."""
         first = self._held[-self.keep].step if len(self._held) >= self.keep else -math.inf
         return self.snapshots[1].step <= first
 
@@ -113,7 +113,7 @@ class Ring:
         return [each for each in self.steps if each.step <= step]
 
     def steps_from(self, snapshot: Snapshot, step: int) -> list[RecordedStep] | None:
-        """Returns all steps from that state up to ``step``; None if one is missing or cannot be replayed."""
+        """Returns all steps from ``snapshot`` up to ``step``; None if one is missing or cannot be replayed."""
         steps = [each for each in self.steps if snapshot.step <= each.step <= step]
         if len(steps) < step - snapshot.step + 1 or any(each.not_replayable for each in steps):
             return None
@@ -122,7 +122,7 @@ class Ring:
         return None if any(each.not_replayable for each in steps) else steps
 
     def steps_to(self, step: int) -> tuple[Snapshot, list[RecordedStep]] | None:
-        """Returns a state and all steps from it up to ``step``; None if one is missing or cannot be replayed."""
+        """Returns a snapshot and all steps from it up to ``step``; None if one is missing or cannot be replayed."""
         for snapshot in reversed(self.snapshots):
             if snapshot.step <= step:
                 steps = self.steps_from(snapshot, step)

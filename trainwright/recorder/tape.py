@@ -1,4 +1,4 @@
-"""Records the torch functions between a model's outputs and the loss during their calls."""
+"""Records the torch functions that a loop calls between the outputs of a model and the loss."""
 
 from __future__ import annotations
 

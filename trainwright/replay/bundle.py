@@ -69,8 +69,8 @@ class Bundle:
     Attributes:
         blind: The reason why its step cannot be replayed; None if it can.
         about: The notes of the writer.
-        recorded_on: Type of device.
-        recorded_by: Version of torch.
+        recorded_on: Type of the device on which the steps were recorded.
+        recorded_by: Version of torch that recorded them.
         steps: The recorded steps, which begin at ``snapshot``. The last one is ``step``.
 
     Weights and inputs are present even if the step cannot be replayed.
@@ -269,8 +269,8 @@ def steps_of(path: Path) -> list[int]:
 def read_bundle(path: Path | str, device: torch.device | None = None) -> Bundle:
     """Reads a bundle without executing anything in it.
 
-    Its tensors are placed on ``device``. The default is the type of device that they were recorded on, or the CPU if
-    there is none. Raises BundleError for a bundle that is missing, damaged, or not in the format of ``write_bundle``.
+    Its tensors are placed on ``device``. The default is the type of device that they were recorded on, or the CPU if it
+    is missing here. Raises BundleError for a bundle that is missing, damaged, or not in the format of ``write_bundle``.
     """
     path = Path(path)
     with _errors_as_forged(path):

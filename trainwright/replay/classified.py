@@ -66,11 +66,11 @@ class Classified:
         return cap * torch.tanh(scores / cap) if cap else scores
 
     def sample(self) -> Tensor:
-        """Returns at most ``max_rows`` evenly spread rows."""
+        """Returns the indices of at most ``max_rows`` evenly spread rows."""
         return torch.arange(0, len(self.marks), max(1, -(-len(self.marks) // self.max_rows)), device=self.marks.device)
 
     def pieces(self, at: Tensor | None = None) -> Iterator[Tensor]:
-        """Yields all rows, or the rows ``at``, in pieces of at most ``max_rows``."""
+        """Yields the indices of all rows, or those in ``at``, in pieces of at most ``max_rows``."""
         rows = torch.arange(len(self.marks), device=self.marks.device) if at is None else at
         yield from torch.split(rows, self.max_rows)
 

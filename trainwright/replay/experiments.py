@@ -15,7 +15,7 @@ Run: TypeAlias = Callable[[ReplaySession], Facts]
 
 
 class HasExperiment(Protocol):
-    """A measurement of ``doctor/facts``."""
+    """A measurement: a dataclass of ``doctor/facts``. ``experiment`` is the name of the experiment that makes it."""
 
     experiment: ClassVar[str]
 
@@ -25,8 +25,8 @@ class Experiment:
     """An experiment on a recorded step.
 
     Attributes:
-        when: At every examination ("checkup"), at the first one, at an incident, on request of a check, or at every
-            examination without a limit of time.
+        when: "checkup" (at every examination), "first" (once), "incident" (at a non-finite step), "requested" (by a
+            check), or "unlimited" (at every examination without a time limit).
         memory: Maximum memory, as a multiple of the prediction of ``ReplayMemory`` for the step.
         steps: Approximate duration in training steps.
         value: Experiments with a larger ``value / steps`` run first.
@@ -62,9 +62,9 @@ def replay(
     latest: float = math.inf,
     memory: float = DEFAULT_MEMORY,
 ) -> Callable[[Callable[[ReplaySession], Any]], Experiment]:
-    """Decorates a function of a ReplaySession that returns a measurement of ``kind`` and makes an Experiment of it.
+    """Makes a decorator that turns a function of a ReplaySession, which returns a ``kind``, into an Experiment.
 
-    Add it to ``doctor.measure.REPLAYS``. ``steps`` is the sum over its replays: about 0.4 for a forward pass, 1.2 with
+    Add the result to ``doctor.measure.REPLAYS``. ``steps`` is the sum over its replays: about 0.4 for a forward pass, 1.2 with
     the backward pass, 1.4 with the update, three times as much in float64.
     """
 

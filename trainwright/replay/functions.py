@@ -27,7 +27,7 @@ def error_text(error: BaseException | None) -> str | None:
 
 
 def argument(args: Args, kwargs: Kwargs, position: int, name: str, default: object) -> Any:
-    """Returns one argument of a call, passed by position or by name."""
+    """Returns one argument of a call, passed by position or by name; ``default`` if it was not passed."""
     return kwargs.get(name, args[position] if len(args) > position else default)
 
 

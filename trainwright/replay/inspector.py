@@ -26,7 +26,7 @@ _current_node: Callable[[], Node | None] = getattr(torch._C, "_current_autograd_
 class StepInspector:
     """Base class for observers of one replay. Call ``run`` within ``session.live()``.
 
-    ``stack`` holds the paths of the running modules, outermost first. It is empty in the loss.
+    ``stack`` holds the paths of the running modules, outermost first. It is empty outside of the models.
     """
 
     def __init__(self, session: ReplaySession) -> None:

@@ -68,7 +68,7 @@ def inputs_of(recorded: RecordedStep) -> list[Tensor]:
 
 
 def on_column(column: int, change: Callable[[Tensor], Tensor]) -> InputHandler:
-    """Returns a handler that changes one column of the inputs (rows,)."""
+    """Returns a handler that applies ``change`` to one column, shape (rows,), of the flattened inputs."""
 
     def changed(leaf: object) -> object:
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.dim() < 2 or leaf[0].numel() <= column:

@@ -50,7 +50,7 @@ class ReplaySession:
 
     @property
     def recorded_steps(self) -> list[RecordedStep]:
-        """All recorded steps up to this one."""
+        """All steps up to this one that the ring holds, oldest first."""
         return self._ring.recorded(self.step)
 
     @property

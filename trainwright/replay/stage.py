@@ -34,9 +34,9 @@ class NotReplayable(Exception):
 def staged(subject: LiveObjects, snapshot: Snapshot) -> Iterator[ReachableState]:
     """Context in which the live objects have the state of ``snapshot``. They are restored afterwards.
 
-    Parameters refer to copies of their data, so the original data is not written to. Yields the reachable state from
-    before. The state before and after the first replay is compared. If it has changed, or if something cannot be
-    restored, this and all later calls raise NotReplayable.
+    Parameters refer to copies of their data, so the original data is not written to. Yields the current reachable
+    state, which is restored. The states before and after the first replay are compared. If they differ, or if something
+    cannot be restored, this and all later calls raise NotReplayable.
     """
     _require_same(subject, snapshot)
     if subject.is_closed is not None:

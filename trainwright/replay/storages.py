@@ -1,4 +1,4 @@
-"""Storages of the tensors in a replay: the range of the values of each, and names of those from outside."""
+"""Storages of the tensors in a replay: the range of values in each, and the names of those that no op made."""
 
 from __future__ import annotations
 

@@ -198,7 +198,7 @@ class Tracing(TorchDispatchMode):
             return func(*args, **kwargs)
         traits, node = _traits(func), _current_node()
         frame = sys._getframe(1)
-        source, is_python = replayed_line(frame), frame.f_code.co_name != _ENGINE  # else the autograd engine called
+        source, is_python = replayed_line(frame), frame.f_code.co_name != _ENGINE  # False: autograd called
         is_forward = node is None or (is_python and torch.is_grad_enabled())  # the latter is activation checkpointing
         if node is None or is_forward:
             self._number(args, traits, source)

@@ -42,7 +42,7 @@ Before the end, each examination may use half of the remainder.
 EVIDENCE_S = 1.0
 """Additional seconds after something was detected: for experiments that a check requests, and for remedies."""
 INCIDENT_S, INCIDENT_STEPS = 3.0, 8
-"""Additional seconds, or multiple of the step time, for the examination of the first non-finite step."""
+"""The examination of the first non-finite step may take these seconds, or this multiple of the step time."""
 RECENT_STEPS = 8
 """Readings of the clock over which the step time is the minimum, because some may contain an evaluation."""
 COLD_EXAMINATIONS_S = 0.3

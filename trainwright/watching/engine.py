@@ -246,7 +246,7 @@ def _is_usual(result: StepResult) -> bool:
 
 
 class _Witness(EngineSource):
-    """Also frees memory of the session if memory runs out in a step."""
+    """An EngineSource that also frees memory of the session if memory runs out in a step."""
 
     def __init__(self, session: EngineSession, dataset: object = None) -> None:
         super().__init__(session.recording, dataset, session.catch_up)

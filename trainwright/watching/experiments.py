@@ -405,9 +405,7 @@ def name_of_check(check: OwnCheck) -> str:
 
 
 def _described(value: object) -> object:
-    """Describes a tensor by shape, dtype and extremes (a short integer vector by
-    its values); other values unchanged.
-    """
+    """Describes a tensor by shape, dtype and extremes (and the values of an integer vector), or any other value."""
     if not isinstance(value, Tensor):
         return value if isinstance(value, int | float | str | bool | None) else str(type(value).__name__)
     facts: Facts = {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}

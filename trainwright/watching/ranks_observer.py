@@ -1,4 +1,4 @@
-"""Compares the ranks of a run without replays."""
+"""Compares the ranks of a run of the engine. Unlike the other examinations, this replays no recorded steps."""
 
 from __future__ import annotations
 

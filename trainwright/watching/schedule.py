@@ -58,7 +58,7 @@ class ExaminationSchedule:
         self._examined_at = -MIN_STEPS_BETWEEN_JUMPS
         self._due: set[int] = set()
         self._bad_in_a_row, self._has_changed = 0, False
-        self._mean = self._deviation = 0.0  # moving values of the loss
+        self._mean = self._deviation = 0.0  # moving averages of the loss and its absolute deviation
 
     def is_next_due(self, step: int) -> bool:
         """Returns True if the step after ``step`` will be examined."""
@@ -135,7 +135,7 @@ class ExaminationSchedule:
 
 
 MAX_REPLAYED_S = 0.1
-"""Maximum seconds between two snapshots that a replay may take, if that is more than ``keep`` steps."""
+"""Seconds of training between two snapshots, which a replay may have to repeat. ``keep`` steps may take longer."""
 SNAPSHOT_FRACTION = 0.004
 """Fraction of the training time for snapshots."""
 

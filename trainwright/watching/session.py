@@ -57,7 +57,7 @@ from trainwright.watching.places import SourcePlaces
 from trainwright.watching.schedule import ExaminationSchedule, SnapshotSchedule
 
 CHECKED_STEPS = 4
-"""If none of this many steps can be replayed, the first step is checked without a replay."""
+"""If none of the first CHECKED_STEPS steps can be replayed, the last of them is checked without a replay."""
 CALM_AFTER = 64
 """Steps after the start, a change or an incident until steps are calm, which means that most probes ignore them."""
 FULL_EVERY = 16
@@ -70,7 +70,7 @@ A step that is not calm takes 2 ms longer.
 LONG_STEP_S = 0.1
 """Longer steps are never deferred (recorded later, by running them again): recording them at once is cheaper."""
 LIGHT_SNAPSHOTS = 32
-"""Steps between snapshots while most steps are recorded by loss and update only. Those after a snapshot are not."""
+"""Steps between snapshots while most steps are light. The step after a snapshot is recorded in full."""
 _URGENT = operator.attrgetter("urgent")
 
 
@@ -80,10 +80,10 @@ class WatchOptions:
 
     ``skip`` are the samples of steps whose update is skipped. ``checks`` and ``own_checks`` are the checks to run
     (None: all of them). ``replays``: steps may be replayed. ``examine``: within the budget, or everything.
-    ``keeps_last_steps``: the last steps are written to ``bundles`` if an experiment had no time. ``is_engine``: the
-    session watches the engine, which skips updates itself and reports the end of steps. ``finds_spikes``: spikes of the
-    gradient norm are reported. ``check``: the first step that can be replayed is examined without the limits of the
-    budget, and the result is printed before the next step.
+    ``keeps_last_steps``: the last steps are written to ``bundles`` if there was no time for an experiment.
+    ``is_engine``: the session watches the engine, which skips updates itself and reports the end of steps.
+    ``finds_spikes``: spikes of the gradient norm are reported. ``check``: the first step that can be replayed is
+    examined without the limits of the budget, and the result is printed before the next step.
     """
 
     on_nonfinite: OnNonfinite = "skip"
@@ -212,7 +212,7 @@ class WatchSession:
             self.settle()
 
     def settle(self) -> None:
-        """Runs due examinations after the newest step, and prepares for the next one."""
+        """Evaluates the pending steps, and prepares for the next one. Raises NonFiniteStep if this is configured."""
         if not self._pending:
             return
         is_bad, step = self.evaluate(), self.step
@@ -221,7 +221,7 @@ class WatchSession:
             raise NonFiniteStep(f"step {step} is not finite", remedy="\n".join(lines_of(self.findings())))
 
     def evaluate(self) -> bool:
-        """Runs due examinations after the newest step. Returns True if a step was not finite."""
+        """Evaluates the pending steps whose numbers are known. Returns True if one is bad."""
         newest = self._pending[-1][0]
         is_vetoed = "vetoed" in newest.values  # the host already knows, so it has waited
         is_bad = self._judge_all_but(0 if is_vetoed or self._is_check_due else self._late)
@@ -234,7 +234,7 @@ class WatchSession:
         return is_bad
 
     def _judge_all_but(self, newest: int) -> bool:
-        """Evaluates all pending steps except the newest ones. Returns True if one is bad."""
+        """Evaluates all pending steps except the ``newest`` last ones. Returns True if one is bad."""
         is_bad = False
         while len(self._pending) > newest:
             step, read = self._pending.popleft()
@@ -450,7 +450,7 @@ class WatchSession:
 
     @property
     def wall_s(self) -> float:
-        """Wall time since the watch began."""
+        """Seconds of wall time since the watch began."""
         return time.perf_counter() - self._begin_s
 
     @property

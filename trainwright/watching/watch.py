@@ -197,9 +197,7 @@ class Watch:
         )
 
     def _verdict_on(self, facts: VerdictFacts) -> records.RunVerdict | None:
-        """Returns the verdict; None if its computation fails, which must neither
-        end the loop nor hide its exception.
-        """
+        """Returns the verdict; None if it cannot be computed. That must not end the loop or hide its exception."""
         try:
             return judge(facts)
         except Exception as failure:
@@ -309,8 +307,8 @@ def watch(
         skip: Updates to skip: the folder of an earlier watch of this training, whose skipped updates are skipped
             again, or the sample ids of each such step.
         keep: Number of steps that the flight recorder holds.
-        memory_bytes: Memory of the flight recorder. Default: three states of the model with its optimizer, at most
-            a quarter of the free memory of its device.
+        memory_bytes: Maximum bytes that the flight recorder holds. Default: three copies of the weights with two
+            moments each, at least 256 MiB, and at most a quarter of the free memory of the device.
         patience_s: With several processes, one without progress for this time (in seconds) is reported with its
             current line.
         checks: The checks to make: ``"default"``, or a list of topics, codes (``trainwright checks`` lists them)
@@ -429,9 +427,7 @@ def _several(value: object, kind: type[T], what: str) -> list[T]:
 
 
 def _optimizers(value: object, roots: Sequence[nn.Module]) -> list[Optimizer]:
-    """Returns the optimizers that update the weights: those in ``value``, those that objects in it wrap, or
-    a ForeignOptimizer for each optimizer that is not torch's.
-    """
+    """Returns the torch optimizers in ``value`` and in its wrappers. A ForeignOptimizer represents any other one."""
     several = value if isinstance(value, Iterable) and not hasattr(value, "step") else [value]
     found: list[Optimizer] = []
     for given in several:

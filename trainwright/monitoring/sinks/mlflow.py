@@ -18,7 +18,7 @@ from trainwright.runs.files import UnreadableFile, read_json
 from trainwright.runs.media import Histogram, Image, encode, flat_grey
 
 METRICS_PER_CALL = 500
-"""Metrics that are sent together. MLflow accepts at most 1000 in a call."""
+"""Number of metrics that are sent together. MLflow accepts at most 1000 in a call."""
 EVERY_S = 5.0
 """Maximum seconds between two calls while metrics arrive."""
 MAX_PARAMETERS_PER_CALL = 100
