@@ -87,7 +87,7 @@ class Listener:
         """Called for a forward call through DistributedDataParallel. ``is_synced``: outside of ``no_sync``."""
 
     def on_waited(self, seconds: float) -> None:
-        """Called after ranks communicated before a forward pass. The communication took ``seconds``."""
+        """Called after DistributedDataParallel has prepared a forward pass, with communication, in ``seconds``."""
 
     def on_reduce(self, tensor: Tensor, operation: object) -> None:
         """Called before the loop's call of ``all_reduce``."""

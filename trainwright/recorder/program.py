@@ -86,7 +86,7 @@ class Operation:
 
 @dataclass(slots=True)
 class Backward:
-    """``loss.backward()``. ``slot`` is None for a loss that the program cannot compute; ``value`` is its value.
+    """``loss.backward()``. ``slot`` is None for a loss that the program cannot compute. ``value`` is without the scale.
 
     ``gradient``, ``retain`` (``retain_graph``) and ``inputs`` are the arguments of the call.
     """
@@ -156,8 +156,8 @@ NOT_RECORDED = "the loop calls the model many times a step, so that most of its 
 class RecordedStep:
     """One recorded optimizer step. ``ids`` are the sample ids of each batch that it read.
 
-    ``losses`` are the tensors on which backward was called, without a loss scale. ``loss`` is their mean; None: not
-    computed yet. ``events`` are (kind, value) in order. ``values`` are further facts by name.
+    ``losses`` are the tensors on which backward was called, without a loss scale. ``loss`` is their mean if the engine
+    reported it, else None. ``events`` are (kind, value) in order. ``values`` are further facts by name.
 
     ``blind`` is the reason why the step cannot be replayed; None if it can. ``num_bytes`` is the memory that its
     tensors keep. ``trained`` identifies the parameters that ``grad_norm`` covers, by a key of the optimizer and the

@@ -64,8 +64,8 @@ def replay(
 ) -> Callable[[Callable[[ReplaySession], Any]], Experiment]:
     """Makes a decorator that turns a function of a ReplaySession, which returns a ``kind``, into an Experiment.
 
-    Add the result to ``doctor.measure.REPLAYS``. ``steps`` is the sum over its replays: about 0.4 for a forward pass, 1.2 with
-    the backward pass, 1.4 with the update, three times as much in float64.
+    Add the result to ``doctor.measure.REPLAYS``. ``steps`` is the sum over its replays: about 0.4 for a forward pass,
+    1.2 with the backward pass, 1.4 with the update, three times as much in float64.
     """
 
     def made(run: Callable[[ReplaySession], Any]) -> Experiment:

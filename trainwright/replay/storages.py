@@ -55,6 +55,6 @@ class Storages:
 
 
 def is_float(tensor: Tensor) -> bool:
-    """Returns True for a floating-point tensor of an ordinary kind, whose values can be read."""
+    """Returns True for a floating-point or complex tensor of an ordinary kind, whose values can be read."""
     is_known = tensor.layout in (torch.strided, torch.sparse_coo) and type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
     return is_known and (tensor.is_floating_point() or tensor.is_complex()) and tensor.device.type != "meta"

@@ -1,4 +1,4 @@
-"""Charts without a plotting library: self-contained SVG of lines, bars and parallel axes; lines for a terminal."""
+"""Charts without a plotting library: self-contained SVG of lines, bars and parallel axes, and line charts as text."""
 
 from __future__ import annotations
 
@@ -87,9 +87,7 @@ class Axis:
         return inside if len(inside) >= 2 else _round_numbers(self.low, self.high, about)
 
     def label(self, value: float, digits: int = 6) -> str:
-        """Format ``value`` with ``digits`` significant digits, more if the range is too narrow to distinguish
-        its ends.
-        """
+        """Format ``value`` with ``digits`` significant digits, or more if the ends of the axis would look equal."""
         if not self.log:
             largest = max(abs(self.low), abs(self.high))
             digits = min(max(digits, math.ceil(math.log10(largest / (self.high - self.low))) + 2), 15)
@@ -355,7 +353,7 @@ def parallel_coordinates_svg(
     placed = [_positions(each) for each in axes]
     order = sorted(range(len(values)), key=lambda n: values[n], reverse=is_smaller_better)[
         -MAX_LINES:
-    ]  # the best on top
+    ]  # the best are drawn last, on top
     parts = [
         root(_AXES_LEFT * 2 + _APART * (len(axes) - 1), 400, f"parallel coordinates of {metric}"),
         text(16, 20, "Parallel coordinates", TITLE),

@@ -1,7 +1,8 @@
 """Reads files of a run folder, which may be damaged or malicious.
 
 Only regular files are opened, and the number of bytes read is limited. JSON is limited in depth and in the length of
-its numbers, and holds finite numbers and valid text only. All code that reads a run folder uses these functions.
+its numbers. Except for STATE, it holds finite numbers and valid text only. All code that reads a run folder uses these
+functions.
 """
 
 from __future__ import annotations
@@ -23,9 +24,7 @@ from trainwright.runs.system_calls import FOLLOW_LINKS_FLAGS
 from trainwright.runs.system_calls import open_file as open_descriptor
 
 MAX_LINE_BYTES = 2**24
-"""The maximum line length of a log. The longest lines that a run writes have about 100 KiB: statistics of a few
-thousand layers.
-"""
+"""The maximum line length of a log. A run writes at most about 100 KiB: statistics of a few thousand layers."""
 
 
 class JsonLimits(NamedTuple):

@@ -16,7 +16,7 @@ Severity = Literal["critical", "warning", "info"]
 SEVERITIES: tuple[Severity, ...] = get_args(Severity)
 Stage = Literal["input", "label", "forward", "loss", "backward", "clip", "update", "buffers", "loop"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
-"""The parts of a step, in their order: a fault in an earlier part causes faults in later ones."""
+"""The parts of a step, in their order: a fault in an earlier part may cause faults in later ones."""
 
 
 def rank(found: Found) -> tuple[int, bool, float, int]:

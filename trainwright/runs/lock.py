@@ -30,7 +30,7 @@ from trainwright.runs.system_calls import after_fork, read_at, try_lock, unlock,
 
 LINE_BYTES = 512  # bytes: a host name has at most 255; less than one page, so a kill cannot tear it
 STEP_FIELD_BYTES = 16  # bytes of the step number, usually the only part of the line that changes
-MAX_PIDS_KEPT = 8  # recorded pids of a series of deaths
+MAX_PIDS_KEPT = 8  # recorded pids of processes that died in a row
 MIN_DEATHS_OF_LOOP = 4
 """Number of consecutive deaths in one step that cannot be chance, even if all processes had just started."""
 STARTUP_STEPS = 8
@@ -223,7 +223,7 @@ class NoLock:
 
 
 def is_locked(path: Path) -> bool | None:
-    """Return True if a process trains in the run folder ``path``; None without a lock file or a disk that has locks."""
+    """Return True if a process trains in the run folder ``path``; None without a lock file, or if locks do not work."""
     try:
         file = open_file(path / "lock")
     except UnreadableFile:

@@ -1,4 +1,4 @@
-"""Text for a terminal: without commands to the terminal, and encodable."""
+"""Makes text safe for a terminal: without control characters, and encodable."""
 
 from __future__ import annotations
 

@@ -133,8 +133,8 @@ class Usage:
     """Time and energy that the processes of a run have used. A killed process is counted until its last record.
 
     Attributes:
-        seconds: From the start of each process to its end.
-        kwh: Energy of the GPUs that count it.
+        seconds: Seconds from start to end, summed over the processes.
+        kwh: Energy of the GPUs that measure it.
     """
 
     seconds: float = 0.0

@@ -302,7 +302,7 @@ class Replayed(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class RunVerdict:
-    """The outcome of a run: the gravest word that applies (``report/verdict.py`` lists them), and one sentence.
+    """The outcome of a run: the most severe word that applies (``report/verdict.py`` lists all), and one sentence.
 
     ``best_step`` is the step with the best validation loss, if the run went on for too long after it.
     """
@@ -319,8 +319,8 @@ class RunVerdict:
 class Ended(Record):
     """The run ended. ``ending`` is finished, stopped, data_exhausted or failed.
 
-    ``energy_kwh`` is the energy of its GPUs and ``usd`` the price of its devices, both of the run with its earlier
-    processes; None: unknown. ``co2_g``: grams of CO2 of this energy, where the recipe names the grid.
+    ``energy_kwh`` is the energy of its GPUs and ``usd`` the price of its devices, both over all processes of the run;
+    None: unknown. ``co2_g``: grams of CO2 of this energy, if the recipe names the grid.
     """
 
     ending: str
@@ -338,8 +338,9 @@ class Ended(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Telemetry(Record):
-    """Readings by name: of the host (``host/...``), of a GPU by its NVML index (``gpu0/...``), of torch's allocator by
-    its torch index (``cuda0/...``). Units are in the names.
+    """Readings by name: ``host/...``, ``gpu0/...`` (NVML's index), ``cuda0/...`` (torch's index, of its allocator).
+
+    Units are in the names.
     """
 
     step: int

@@ -1,4 +1,4 @@
-"""Writes files of a run folder, each at once or not at all, and converts errors of the system to StorageErrors."""
+"""Writes files of a run folder atomically, and converts operating-system errors to a StorageError with a remedy."""
 
 from __future__ import annotations
 

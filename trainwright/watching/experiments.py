@@ -88,7 +88,7 @@ class ExperimentRunner:
         self.replayed_s = 0.0  # duration of the experiments and trials of this examination
         self._is_announced = False
         self._step = 0  # the last examined step
-        self._left_out: dict[str, None] = {}  # experiments to run again: requested, stopped, or after a change
+        self._left_out: dict[str, None] = {}  # pending experiments: requested, stopped, or due after a change
         self._standing: dict[str, None] = {}  # experiments requested without a specific step
         self._trials: set[str] = set()  # remedies that there was no time to try
         self._session: ReplaySession | None = None

@@ -221,7 +221,7 @@ class WatchSession:
             raise NonFiniteStep(f"step {step} is not finite", remedy="\n".join(lines_of(self.findings())))
 
     def evaluate(self) -> bool:
-        """Evaluates the pending steps whose numbers are known. Returns True if one is bad."""
+        """Evaluates the pending steps, on a GPU except the newest ones. Returns True if one is bad."""
         newest = self._pending[-1][0]
         is_vetoed = "vetoed" in newest.values  # the host already knows, so it has waited
         is_bad = self._judge_all_but(0 if is_vetoed or self._is_check_due else self._late)

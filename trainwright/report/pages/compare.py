@@ -19,7 +19,7 @@ SEED_KEYS = {"seed", "name", "folder"}
 """Keys in which runs of one recipe may differ. Such runs are summarized together, with their spread."""
 MIN_RUNS_FOR_COORDINATES = 3
 MAX_COORDINATES = 8
-"""The number of settings, and axes, of parallel coordinates."""
+"""Maximum number of settings that become axes of parallel coordinates."""
 MEASURED_KEYS = ("notes", "header", "step_s", "wait_s", "initial_loss", "expected_loss", "seconds", "ends_in_s")
 """Plan keys that each start measures again, and the header, which repeats the recipe as text."""
 SMOOTHING_ROWS = 15
@@ -77,7 +77,7 @@ class RunComparison:
     target: float | None
     measure: str
     parted: tuple[str, ...] = ()
-    """The first recorded step at which each other run differs from the first one, and in what."""
+    """For each run after the first, a text: the first recorded step at which it differs from the first run."""
     exit_code = 0
 
     @classmethod

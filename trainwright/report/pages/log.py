@@ -72,7 +72,7 @@ findings are folded; others are ignored.
 """
 
 _NUMBER, _LAST_NUMBER = rb"([^,]+)", rb"([^,}]+)"
-"""A class that excludes one byte matches twice as fast as digits. Quotes of non-finite numbers are removed later."""
+"""A class that excludes only one byte matches twice as fast. The quotes of non-finite numbers are removed later."""
 _STEP = re.compile(
     rb'\n\{"kind":"step","time_s":%b,"step":%b,"loss":%b,"grad_norm":%b,"lr":%b,"weight":[^,]+,"samples":%b,'
     rb'"tokens":%b,"step_s":%b,"wait_s":%b,"skipped":%b,"mem_bytes":%b' % (*(_NUMBER,) * 10, _LAST_NUMBER)
@@ -396,7 +396,7 @@ TRAIN, VALIDATION = "train", "validation"
 
 
 class Figures:
-    """The figures of the log read so far, in bounded memory."""
+    """The metrics and logged values of the log read so far, in bounded memory."""
 
     def __init__(self) -> None:
         self._training = Readings()

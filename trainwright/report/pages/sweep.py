@@ -31,7 +31,7 @@ def sweep_page(
     best_recipe: str,
     note: str = "",
 ) -> str:
-    """Return the self-contained page. ``values`` and those of ``coordinates`` are of the same trials."""
+    """Return the self-contained page. ``values`` and the values of each coordinate have one entry per trial."""
     parallel = (
         parallel_coordinates_svg(coordinates, values, metric=metric, is_smaller_better=is_smaller_better)
         if len(values) > 1

@@ -347,7 +347,7 @@ class RunView:
 
     @cached_property
     def recipe_text(self) -> str:
-        """The recipe as text without secrets; unchanged if it has none, and "" if it cannot be read."""
+        """The recipe as text without secrets: the user's text if it has none; "" if it cannot be read."""
         if not self.recipe:
             return ""
         if self.recipe == self._parsed:
