@@ -230,7 +230,7 @@ class Progress:
         self._work_s += result.step_s
         if self._samples is None:
             self._samples, self._tokens = state.num_samples - result.batch.size, state.num_tokens
-            self._shown_s = self._clock() - result.step_s  # excludes plan and dry run
+            self._shown_s = self._clock() - result.step_s  # leaves out plan and dry run
         now_s = self._clock()
         if now_s - self._shown_s < self._every_s:
             return

@@ -124,7 +124,7 @@ class _OwnThread:
             if reserving:
                 reserving.result()
             return self._staging.copy(tensors)
-        except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError
+        except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError if memory runs out
             hosted = on_host(tensors)  # raises again unless the copy was the cause
             self._staging = None
             self._warn(

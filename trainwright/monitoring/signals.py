@@ -261,7 +261,7 @@ class Signals:
         if number is None:
             return
         self._is_sent_again = True
-        if sys.platform == "win32":  # its os.kill ends the process
+        if sys.platform == "win32":  # os.kill would end the process
             signal.raise_signal(number)
         else:  # to the process, because a signal to this thread interrupts no system call of the main thread
             os.kill(os.getpid(), number)

@@ -78,7 +78,7 @@ def is_users(frame: FrameType) -> bool:
 
 
 def line_within(code: CodeType | None) -> Line:
-    """Returns the current line of the function ``code`` on this stack; None if it is not on it."""
+    """Returns the current line of the function ``code``; None if it is not on this stack."""
     frame: FrameType | None = sys._getframe(1) if code is not None else None
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back

@@ -119,7 +119,7 @@ def draws(loader: Loader, position: int) -> Facts:
                 after = _compared(_epochs(loader, position, _seeding(loader.worker_init_fn)), persistent=False)
                 facts["with_seeds"] = after["equal_workers"] or after["equal_epochs"]
             return facts
-        except Exception as error:  # in the user's dataset
+        except Exception as error:  # raised by the user's dataset
             return {"blind": text_of(error)}
 
 

@@ -1,7 +1,7 @@
 """Records steps of the engine by their batch alone. Their programs are recorded when a replay needs them.
 
-A step whose program is like that of the step before it needs no hooks: the same passes over the same batch, with the
-same state of the generators, give the same program again.
+A step with the same program as the step before it needs no hooks: its passes over the same batch, with the same state
+of the generators, give this program again.
 """
 
 from __future__ import annotations

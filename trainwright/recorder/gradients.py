@@ -260,7 +260,7 @@ class GradientRecorder(Listener):
         if kind != "clip" or clip["by"] != "norm" or not isinstance(clip["norm"], float):
             return None
         norm = clip["norm"]
-        return norm * min(1.0, float(clip["at"]) / (norm + 1e-6))  # as torch clips
+        return norm * min(1.0, float(clip["at"]) / (norm + 1e-6))  # torch clips by this factor
 
     def _numbers_of(self, parameters: Iterable[Tensor]) -> list[int]:
         """Returns the numbers of those of the parameters that are watched."""

@@ -102,8 +102,8 @@ def listening(group: Sequence[Listener], roots: Sequence[nn.Module]) -> Iterator
 def listening_to_calls(group: Sequence[Listener], modules: Sequence[nn.Module]) -> Iterator[CallHooks]:
     """Registers listeners for every forward call of ``modules`` in this thread.
 
-    Nested calls are left out, because the loop does not make them. So are calls inside backward, where activation
-    checkpointing calls the model, and those of torch.func (vmap, grad), whose tensors have no memory.
+    Nested calls are left out, because the loop does not make them. Calls inside backward, which activation
+    checkpointing makes, and under torch.func (vmap, grad), whose tensors have no memory, are left out, too.
     """
     thread, first = threading.get_ident(), group[0]
     begins, ends = methods_of(group, "on_forward"), methods_of(group, "on_output")

@@ -131,7 +131,7 @@ class ClipGradients:
 
 @dataclass(slots=True)
 class OptimizerStep:
-    """The update. ``groups`` are the hyperparameters of each parameter group. ``closure``: it calls a closure.
+    """The update. ``groups`` are the hyperparameters of each group. With ``closure`` it cannot be replayed.
 
     In a step to be examined, ``weights`` and ``gradients`` are sums before the update, and ``left`` are sums of the
     weights after it (see ``live_sums``). They are None in other steps.
@@ -244,7 +244,7 @@ def mapped(value: object, change: Callable[[Any], object]) -> Any:
         return tuple([mapped(item, change) for item in value])
     if isinstance(value, tuple):
         items = [mapped(item, change) for item in value]
-        return tuple(items) if (make := getattr(value, "_make", None)) is None else make(items)  # __new__ may differ
+        return tuple(items) if (make := getattr(value, "_make", None)) is None else make(items)  # __new__ may be overridden
     if isinstance(value, list):
         return [mapped(item, change) for item in value]
     if type(value) is dict:

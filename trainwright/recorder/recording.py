@@ -50,7 +50,7 @@ class LoopRecorder(GradientRecorder):
         super().__init__(roots, optimizers, first_step)
         self._closes_itself = closes_itself
         self._closed, self._before_update, self._after_update = closed, before_update, after_update
-        self.budget_bytes = math.inf  # for one step
+        self.budget_bytes = math.inf  # maximum bytes of one step
         self._root_of = {id(m): number for number, root in enumerate(roots) for m in root.modules()}
         self._paths = {id(m): path for root in roots for path, m in root.named_modules()}
         self._paths |= {id(root): "" for root in roots}
@@ -145,7 +145,7 @@ class LoopRecorder(GradientRecorder):
         if optimizer not in self.optimizers:
             self._happened("other_step", len(self._numbers_of(owned_by(optimizer))))
             self._was_taping = self.tape.pushed
-            self.tape.stop()  # the update of another loop
+            self.tape.stop()  # the update of another loop is not recorded
             return
         index = self.optimizers.index(optimizer)
         self._edits = self._edits or self._are_edited()

@@ -221,7 +221,7 @@ class Tape(PausableMode):
 
     def slot_of(self, tensor: Tensor) -> int | None:
         known = self._slots.get(id(tensor))
-        if known is None or known[0]() is not tensor:  # a reused id
+        if known is None or known[0]() is not tensor:  # the id was reused
             return None
         number = known[1]
         if tensor.requires_grad and number in self._made_off:  # it was made inside an autograd Function

@@ -48,7 +48,7 @@ class Experiment:
 
 
 DEFAULT_MEMORY = 1.25
-"""Memory of an experiment that replays the step unchanged, with what it keeps, as a multiple of that of the step."""
+"""Memory of an experiment that replays the step unchanged and keeps results / memory of the step."""
 DEFAULT_STEPS = 2.0
 """Duration of an experiment that replays a step unchanged and once with a change, in training steps."""
 

@@ -138,7 +138,7 @@ def _domain_word(name: str, args: Sequence[object], first: Range, output: Range)
 
 
 def infinite_word(name: str, inputs: Sequence[Range]) -> str:
-    """Returns the mechanism of an op that makes NaN of intended infinities, those of a mask."""
+    """Returns the mechanism of an op that turns intended infinities, as of a mask, into NaN."""
     if name in SOFTMAX:
         return "softmax_all_masked" if all(x.inf == x.neg_inf for x in inputs) else "inf_in_softmax"
     return "zero_times_inf" if name in _PRODUCTS else "inf_minus_inf"

@@ -140,7 +140,7 @@ def _set_aside(subject: LiveObjects, undo: ExitStack) -> None:
 def _load(subject: LiveObjects, snapshot: Snapshot) -> None:
     for parameter, data in zip(subject.parameters, snapshot.parameters):
         parameter.data = data.clone()
-    if snapshot.reach is None:  # it was read from a bundle
+    if snapshot.reach is None:  # the snapshot was read from a bundle
         _load_attributes(subject, snapshot)
     elif lost := snapshot.reach.put_back():
         raise NotIsolated(f"{lost[0]} has changed and cannot be put back")
@@ -171,7 +171,7 @@ def _load_attributes(subject: LiveObjects, snapshot: Snapshot) -> None:
         for name, value in attributes.items():
             live, then = vars(module).get(name), tree_map_only(Tensor, cloned, value)
             if type(live) is type(then) and isinstance(live, list | dict):
-                _refill(live, then)  # others may refer to it
+                _refill(live, then)  # other code may refer to this container
             else:
                 vars(module)[name] = then
 

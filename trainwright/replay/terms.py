@@ -44,7 +44,7 @@ def _terms(slot: int, makers: dict[int, Operation]) -> list[Term]:
 
 
 def _factored(slot: int, makers: dict[int, Operation]) -> tuple[int, float] | None:
-    """Returns the slot of which a value is a multiple, and the factor; None if there is none."""
+    """Returns another slot and a factor if the value in ``slot`` is that slot's value times the factor; else None."""
     operation = makers.get(slot)
     if operation is None:
         return None

@@ -276,7 +276,7 @@ class Tracing(TorchDispatchMode):
         if threading.get_ident() != self._thread or (self._sequences and sequence <= self._sequences[-1]):
             return
         if torch.is_grad_enabled() and not any(x.requires_grad for x in _tensors_in(args)):
-            return  # makes no node; the number belongs to an earlier op
+            return  # the op makes no node; the number belongs to an earlier op
         op = None if traits.is_view or traits.is_empty else len(self.ops)
         self._sequences.append(sequence)
         outer = self._place_of(_current_node())
@@ -316,7 +316,7 @@ def replayed_line(frame: FrameType | None) -> str | None:
     """Returns the innermost line of the user's code that a replay runs, from ``frame`` outwards; None without one."""
     while frame is not None and frame.f_code.co_name != _ENGINE:
         name = frame.f_globals.get("__name__", "")
-        if name == _REPLAY and frame.f_code.co_name != "__torch_function__":  # outer frames belong to the caller
+        if name == _REPLAY and frame.f_code.co_name != "__torch_function__":  # outer frames are not the step's
             return None
         if name.startswith("trainwright.models") or name.split(".")[0] not in _SKIPPED_PACKAGES:
             return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

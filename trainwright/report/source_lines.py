@@ -192,7 +192,7 @@ def construction_of(source: str, root: Path, *, began_s: float | None = None) ->
         ast.unparse(each)
         for args, func in methods
         if func.attr in ("step", "zero_grad")
-        for each in (*args, func.value)  # scaler.step(optimizer) comes first
+        for each in (*args, func.value)  # in scaler.step(optimizer), the argument comes first
     ]
     for variable in variables:
         made = [node.value for node in nodes if isinstance(node, ast.Assign | ast.AnnAssign) and _sets(node, variable)]
@@ -245,6 +245,6 @@ def _find_files(name: str, root: Path) -> Iterator[Path]:
 
 
 def _is_skipped(folder: Path) -> bool:
-    is_run = (folder / "log.jsonl").exists()  # its files are not the user's code
+    is_run = (folder / "log.jsonl").exists()  # files of a run are not the user's code
     is_skipped = folder.name.startswith(".") or folder.name in _SKIPPED_FOLDERS or is_run
     return is_skipped or (folder / "pyvenv.cfg").exists()

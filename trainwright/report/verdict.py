@@ -331,7 +331,7 @@ def _diverged(facts: VerdictFacts) -> str | None:
 
 
 def _worse_than_before(facts: VerdictFacts) -> str | None:
-    """Return how much worse the validation loss is than that of the pretrained model before the first step."""
+    """Return a sentence if the validation loss is higher than before the first step of a pretrained model."""
     seen = _comparable(facts.evaluations)
     if not facts.is_over or not facts.is_one_objective or len(seen) < 2 or seen[0].step:
         return None

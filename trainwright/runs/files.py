@@ -133,7 +133,7 @@ def _content(path: Path, file: BinaryIO, max_bytes: int) -> bytes:
     size = os.fstat(file.fileno()).st_size  # large for a sparse file, too, which takes no space on the disk
     if size <= max_bytes:
         try:
-            content = file.read(min(size + 2**16, max_bytes) + 1)  # it may grow; the requested size is allocated
+            content = file.read(min(size + 2**16, max_bytes) + 1)  # the file may grow; read() allocates this size
         except OSError as error:
             raise UnreadableFile(path, error.strerror or str(error), remedy=_remedy(error)) from error
         if len(content) <= max_bytes:

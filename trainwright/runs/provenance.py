@@ -187,7 +187,7 @@ def _git_state(folder: Path) -> dict[str, JsonValue] | None:
     files = [line for line in lines if not line.startswith("#")]
     commit = next((line.split()[-1] for line in lines if line.startswith("# branch.oid ")), "(initial)")
     changes = None
-    if any(not line.startswith("?") for line in files):  # tracked ones
+    if any(not line.startswith("?") for line in files):  # tracked files
         changes = _git(folder, "diff", "--no-ext-diff", "--no-textconv", "--ignore-submodules=dirty", "HEAD")
     return {
         "commit": None if commit == "(initial)" else commit,
@@ -197,7 +197,7 @@ def _git_state(folder: Path) -> dict[str, JsonValue] | None:
 
 
 def _has_no_filters(folder: Path) -> bool:
-    """Return True if the repository configures no filter commands; those of the user's configuration may run."""
+    """Return True if the repository configures no filter commands. Filters of the user's configuration may run."""
     listed = _git(folder, "config", "--list", "--show-scope", "--includes", "--name-only", "-z")
     if listed is None:  # a git before 2.26
         return False

@@ -114,7 +114,7 @@ def read_end(path: Path | str) -> tuple[Record, ...]:
         begin = max(0, file.tell() - END_BYTES)
         file.seek(begin)
         lines = file.readlines()
-    return decode_lines(lines[1:] if begin else lines).records  # the first may be cut off
+    return decode_lines(lines[1:] if begin else lines).records  # the first line may be cut off
 
 
 def read_begin_s(path: Path | str) -> float | None:

@@ -148,7 +148,7 @@ def _mask_literal(found: re.Match[str]) -> str:
 
 def _mask_value(found: re.Match[str], depth: int = 0) -> str:
     before, value = found["before"], found["value"]
-    if value == "...":  # as a remedy writes it
+    if value == "...":  # a placeholder in a remedy
         return found[0]
     if depth < _MAX_DEPTH and not is_secret(found["assigned"] or found["mapped"]):
         # --set=data.args.token=VALUE

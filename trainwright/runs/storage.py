@@ -142,7 +142,7 @@ def make_subfolder(path: Path) -> None:
 def write_atomically(path: Path, text: str, *, durable: bool = True) -> None:
     """Write a complete text file. Raises StorageError. A ``durable`` file survives a power failure.
 
-    A link at its place, or at that of the draft, is replaced and not followed.
+    A link in the place of the file or of its draft is replaced and not followed.
     """
     draft = draft_of(path)
     try:

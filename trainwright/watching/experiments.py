@@ -179,7 +179,7 @@ class ExperimentRunner:
         return list(dict.fromkeys([*of_itself, *self._left_out])) if self._replays else []
 
     def _checkups(self) -> list[Experiment]:
-        """Returns the experiments of every examination, and without a time limit those that need unlimited time."""
+        """Returns the experiments of every examination; if there is no time limit, also the "unlimited" ones."""
         whens = ("checkup", "unlimited") if self._until_s == math.inf else ("checkup",)
         return [e for e in self._experiments.values() if e.when in whens]
 

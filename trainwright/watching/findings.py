@@ -93,8 +93,8 @@ class FindingsLog:
 
         ``reasons`` are "checkup", "incident" or "end". ``limits`` lists what the recorder could not do. Experiments
         that do not fit into ``allowed_s`` are left to a later examination. ``repeats``: experiments that
-        are repeated are due, too. The measurements of the probes are always evaluated. Returns the seconds that all
-        of this took, without replays.
+        are repeated are due, too. The measurements of the probes are always evaluated. Returns the duration in seconds,
+        without replays.
         """
         begin_s = self._runner.now_s()
         with muted():

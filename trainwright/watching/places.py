@@ -231,7 +231,7 @@ class SourcePlaces:
         """The function that contains the loop, then its file, then all files of the program."""
         code = next((each.f_code for each in self._frames()), None)
         function = SourceFile.of(code) if code is not None else None
-        known = {id(each): each for each in list(sys.modules.values())}  # multiprocessing adds __main__ again
+        known = {id(each): each for each in list(sys.modules.values())}  # __main__ may have a second name
         modules = [each for each in known.values() if _is_users(getattr(each, "__file__", None) or "")]
         files = [file for each in modules if (file := SourceFile.of(each)) is not None][:MAX_FILES]
         if code is None or function is None:
@@ -336,7 +336,7 @@ class SourcePlaces:
         return next((line for line in made if line), None)
 
     def _line_of_validation(self) -> str | None:
-        """Return the line that assigns the only dataset or loader beside those of the first loader."""
+        """Return the line that assigns the dataset or the loader of the only loader besides the first one."""
         first, *others = self._every_loader() or [None]
         others = list({id(each): each for each in others if each is not first}.values())
         datasets = (inner for each in others for inner in _datasets_of(each))

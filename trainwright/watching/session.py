@@ -223,7 +223,7 @@ class WatchSession:
     def evaluate(self) -> bool:
         """Evaluates the pending steps, on a GPU except the newest ones. Returns True if one is bad."""
         newest = self._pending[-1][0]
-        is_vetoed = "vetoed" in newest.values  # the host already knows, so it has waited
+        is_vetoed = "vetoed" in newest.values  # decided on the host, so its numbers are known
         is_bad = self._judge_all_but(0 if is_vetoed or self._is_check_due else self._late)
         if self.recording.misses_calls:
             self.listen_to_children()

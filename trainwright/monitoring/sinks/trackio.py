@@ -17,7 +17,7 @@ class Trackio:
     def __init__(self, folder: Path, config: Mapping[str, object], *, from_step: int = 0) -> None:
         os.environ.setdefault("TRACKIO_DIR", str(folder.resolve().parent / "trackio"))
         self._trackio = import_optional("trackio", needed_for="the trackio sink")
-        for module in ("trackio", "trackio.run", "trackio.utils"):  # its output would break the progress line
+        for module in ("trackio", "trackio.run", "trackio.utils"):  # what it prints would break the progress line
             vars(importlib.import_module(module))["print"] = _silent
         self._folder = folder
         self._config = config

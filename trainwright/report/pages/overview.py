@@ -34,8 +34,8 @@ class Overview:
 class RunShelf:
     """The runs in these folders; a folder may be a run itself.
 
-    Names are those of the run folders, with that of the parent folder if two are equal. A link that leads out of its
-    folder is not a run of it.
+    A run has the name of its folder, with the name of the parent folder before it if two are equal. A link that leads
+    out of these folders is not a run.
     """
 
     def __init__(self, folders: Sequence[Path]) -> None:
@@ -53,7 +53,7 @@ class RunShelf:
         found: dict[str, Path] = {}
         for path in self._paths():
             name = path.name if readable(path.name) not in found else f"{path.parent.name}.{path.name}"
-            name = readable(name)  # it goes into addresses
+            name = readable(name)  # used in URLs
             if name not in found:
                 found[name] = path
         return found

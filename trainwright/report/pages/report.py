@@ -38,8 +38,7 @@ def write_report(runs: Sequence[Path], out: Path | None = None) -> WrittenReport
 
     Args:
         runs: The run folders.
-        out: The file to write. By default the report of one run goes into its folder, that of several into the current
-            one.
+        out: The file to write. Default: in the folder of the run; for several runs in the current folder.
 
     Returns:
         The path and size of the report.

@@ -156,7 +156,7 @@ class SpanMeans:
                 table[:, index] += np.bincount(span, weights, minlength=MAX_SPANS)
 
     def go_back_to(self, step: int, rows: Rows) -> None:
-        """Drop values after ``step``; ``rows`` are those up to it, from which the span of ``step`` is summed again."""
+        """Drop values after ``step``. The span of ``step`` is summed again from ``rows``, the rows up to ``step``."""
         first = step // self._width
         for each in (self._sums, self._counts, self._broken):
             each[first:] = 0

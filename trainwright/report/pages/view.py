@@ -446,7 +446,7 @@ class RunView:
 
     @property
     def references(self) -> dict[str, float]:
-        """Reference losses by name: that of a uniform guess among all classes, and those of the dataset."""
+        """Reference losses by name: of a uniform guess among all classes, and the known losses of the dataset."""
         known = self.model.get("reference_losses", {})
         marks = {name: value for name, value in known.items() if _is_loss(value)}
         guess = self.plan.get("expected_loss")

@@ -442,7 +442,7 @@ class Guard:
         """Return a redirect to the address without the token, so that no screenshot and no copied link shows it."""
         rest = urlencode([(key, value) for key, value in query.multi_items() if key != "token"])
         here = quote(scope["path"].rpartition("/")[2]) or "./"
-        cookie = f"{self._cookie}={self._token}; HttpOnly; SameSite=Lax"  # relative to this path, also behind a proxy
+        cookie = f"{self._cookie}={self._token}; HttpOnly; SameSite=Lax"  # for this path, also behind a proxy
         return Response(status_code=303, headers={"location": f"{here}?{rest}" if rest else here, "set-cookie": cookie})
 
 
