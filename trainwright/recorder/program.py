@@ -244,7 +244,7 @@ def mapped(value: object, change: Callable[[Any], object]) -> Any:
         return tuple([mapped(item, change) for item in value])
     if isinstance(value, tuple):
         items = [mapped(item, change) for item in value]
-        return tuple(items) if (make := getattr(value, "_make", None)) is None else make(items)  # __new__ may be overridden
+        return tuple(items) if (make := getattr(value, "_make", None)) is None else make(items)  # __new__ may be custom
     if isinstance(value, list):
         return [mapped(item, change) for item in value]
     if type(value) is dict:
