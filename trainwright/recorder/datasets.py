@@ -23,7 +23,7 @@ from trainwright.runs.json_values import Facts
 
 COPY_BYTES, COPY_OBJECTS = 64 * 2**20, 20_000
 """Maximum size of a dataset that is copied: bytes of its arrays and number of its objects."""
-PEEK_S, TIMEOUT_S = 0.25, 20.0  # for reading samples from a copy; for a batch of a worker
+PEEK_S, TIMEOUT_S = 0.25, 20.0  # maximum for reading samples; for a batch of a worker
 _Generators = np.random.Generator | np.random.RandomState | random.Random | torch.Generator
 
 

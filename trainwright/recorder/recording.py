@@ -242,7 +242,7 @@ class LoopRecorder(GradientRecorder):
         done.num_bytes, self.tape.num_bytes = self.tape.num_bytes, 0
         done.values["step_s"], done.values["wait_s"] = now_s - self._ended_s, self._fetched.waited_s
         if (lines := done.values.get("lines")) is not None:
-            if lines == self._last_lines:  # the log has them already
+            if lines == self._last_lines:  # the log has these line numbers already
                 del done.values["lines"]
             self._last_lines = lines
         self._begin_step(done.step + 1)

@@ -124,7 +124,7 @@ class Veto:
         if spike is None:
             return None
         action = action_for(self._on_spike, spike)
-        return spike, "skip" if action == "rollback" and has_others() else action  # snapshots differ by rank
+        return spike, "skip" if action == "rollback" and has_others() else action  # each rank's snapshot differs
 
     def _takes_it_on_device(self, norm: Tensor, optimizer: Optimizer) -> bool:
         is_alone = not self._low and self._on_spike == "warn"

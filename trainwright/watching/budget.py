@@ -169,7 +169,7 @@ class ExaminationBudget:
         if self.is_lifted:
             return math.inf
         took_s = time.perf_counter() - self._begin_s
-        share = min(1.0, (self.trained_s + self.spent_s) / took_s) if took_s > 0 else 1.0  # of the processor
+        share = min(1.0, (self.trained_s + self.spent_s) / took_s) if took_s > 0 else 1.0  # fraction of the processor
         return min(share * END_S, max(self._free_s, END_FRACTION * self.trained_s - self.spent_s))
 
     @property

@@ -30,7 +30,7 @@ from trainwright.runs.records import Found
 Lines: TypeAlias = tuple[str | None, str | None]
 """The line that causes a finding, and another line that shows it; None if it is unknown."""
 
-MAX_FILES = 400  # of the program that are read
+MAX_FILES = 400  # source files of the program; further ones are not read
 MAX_LINES_OF_ONE_PLACE = 3
 """Lines at most this far apart count as one place, such as two calls that split the data."""
 _NOT_USERS = (
