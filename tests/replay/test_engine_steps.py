@@ -194,3 +194,23 @@ def test_a_tensor_that_a_forward_pass_writes_to_is_restored_and_is_the_live_one_
     assert all(value is live[name] for name, value in vars(model).items())
     assert all(now is then for now, then in zip(kept_in(model), kept, strict=True))
     assert [each.tolist() if isinstance(each, Tensor) else each for each in kept] == before
+
+
+def test_a_step_whose_optimizer_calls_a_closure_is_not_replayed() -> None:
+    model, (x, y) = nn.Linear(6, 3), (torch.randn(8, 6), torch.randint(3, (8,)))
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=1)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    with tw.watch(model, optimizer, out=None, quiet=True, examine="listen") as watch:
+        session = watch.session
+        for _ in range(4):
+            optimizer.step(closure)  # type: ignore[arg-type]
+        played = ReplaySession(session.runner.replayer, session.ring, 3)
+        assert len(played.run(upto="backward").losses) == 1
+        with pytest.raises(NotReplayable, match="computes the loss itself"):
+            played.run(upto="step")

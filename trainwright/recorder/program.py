@@ -131,7 +131,7 @@ class ClipGradients:
 
 @dataclass(slots=True)
 class OptimizerStep:
-    """The update. ``groups`` are the hyperparameters of each group. With ``closure`` it cannot be replayed.
+    """The update. ``groups`` are the hyperparameters of each group.
 
     In a step to be examined, ``weights`` and ``gradients`` are sums before the update, and ``left`` are sums of the
     weights after it (see ``live_sums``). They are None in other steps.
@@ -140,7 +140,6 @@ class OptimizerStep:
     optimizer: int
     groups: list[Kwargs]
     grad_scale: Tensor | None = None
-    closure: bool = False
     weights: Tensor | None = None
     gradients: Tensor | None = None
     left: Tensor | None = None

@@ -53,7 +53,7 @@ from trainwright.runs.system_calls import fsync
 
 KIND = "step"
 CRASH_LOOP = "crash-loop"
-FORMAT = 1
+FORMAT = 2
 NAME = "bundle.json"
 _TENSORS = "tensors.safetensors"
 

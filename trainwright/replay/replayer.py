@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
+from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from trainwright.checkpoint.isolation import NotIsolated
@@ -59,7 +61,6 @@ class Intervention:
         rows: Indices of the samples to use.
         micro: Indices of the micro-batches to run, in this order.
         loss_scale: Factor of the loss before its backward pass.
-        sign: A second factor of the loss.
         dtype: Dtype of weights and inputs. Autocast is then off.
         mode: Mode of all modules.
         lr: Factor of the learning rate.
@@ -75,7 +76,6 @@ class Intervention:
     rows: Sequence[int] | None = None
     micro: Sequence[int] | None = None
     loss_scale: float = 1.0
-    sign: float = 1.0
     dtype: Literal["fp32", "fp64"] | None = None
     mode: Literal["train", "eval"] | None = None
     lr: float = 1.0
@@ -261,7 +261,7 @@ class _Run:
             self.result.losses.append(value.clone())
         if self.upto == "forward" or not loss.requires_grad:
             return
-        factor = self.intervention.loss_scale * self.intervention.sign
+        factor = self.intervention.loss_scale
         gradient = self._read(backward.gradient)
         inputs = None if backward.inputs is None else self._read(backward.inputs)
         for leaf in leaves_of(loss) or ():
@@ -308,9 +308,9 @@ class _Run:
             raise NotReplayable("the gradients were clipped by a function of the user's, which no bundle holds")
 
     def _step(self, step: OptimizerStep) -> None:
-        if step.closure:
-            raise NotReplayable("the optimizer calls a closure")
         optimizer = self.replayer.subject.optimizers[step.optimizer]
+        if _needs_closure(optimizer):
+            raise NotReplayable("the optimizer computes the loss itself, by a closure of the user's")
         for group, recorded in zip(optimizer.param_groups, step.groups):
             group.update({k: copied(v) for k, v in recorded.items() if k != "params"})
             group["lr"] = group["lr"] * self.intervention.lr if self.intervention.lr != 1.0 else group["lr"]
@@ -407,6 +407,12 @@ def _select(program: list[Instruction], micro: Sequence[int] | None) -> list[Ins
     zeros = [each for each in parts[0] if isinstance(each, ZeroGrad)]
     wanted = [each for number in micro for each in parts[number] if not isinstance(each, ZeroGrad)]
     return [*zeros, *wanted, *tail]
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    """Return True for an optimizer such as LBFGS, whose method ``step`` requires a closure."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is closure.empty
 
 
 def _weights(replayer: Replayer) -> dict[str, Tensor]:

@@ -100,8 +100,8 @@ def _bundle_of(folder: RunFolder, step: int | None) -> Path:
     if fitting:
         return fitting[-1]
     kept = ", ".join(f"{steps[0]} to {steps[-1]}" for _, steps in held if steps) or "none"
-    lack = "keeps no bundle" if not found else "keeps several bundles" if step is None else f"has no bundle of step {step}"
+    missing = "keeps several bundles" if step is None else f"has no bundle of step {step}"
     raise UsageError(
-        f"{folder.path} {lack}",
-        remedy=f"name a step with --step; it keeps: {kept} (a run that was only watched keeps steps around an incident)",
+        f"{folder.path} {missing if found else 'keeps no bundle'}",
+        remedy=f"name a step that it keeps: {kept}; a run that was only watched keeps those around an incident",
     )
