@@ -33,7 +33,7 @@ TRANSFORMERS_STAGES: Mapping[str, Mapping[str, StageStyle]] = {
     }
 }
 """Tables by ``model_type``, for models of ``transformers`` without a ``_pp_plan``."""
-MAX_POSITIONS_TRIED = 16
+MAX_POSITIONS_TRIED = 16  # positions of a sequence in the test of the stages
 MAX_RELATIVE_DIFFERENCE = 1e-5
 """Maximum difference of the stages from the full model, relative to the largest output. Only rounding may differ."""
 _EXAMPLE_TABLE = "parallel.stages: {embed: first, 'layers.*': block, norm: last, head: last}"

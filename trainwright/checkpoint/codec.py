@@ -74,7 +74,7 @@ def encode(tree: Tree) -> tuple[dict[str, Tensor], Tree]:
 
 
 def decode(tensors: Mapping[str, Tensor | StoredTensor], value: Tree) -> Tree:
-    """Invert ``encode``. A StoredTensor is returned unread, without its memory layout; only a complex one is read."""
+    """Invert ``encode``. A StoredTensor is returned unread, without its memory layout, unless complex or sparse."""
     if isinstance(value, list):
         return [decode(tensors, item) for item in value]
     if not isinstance(value, dict):

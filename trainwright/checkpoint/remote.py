@@ -43,7 +43,7 @@ MIN_COPY_BYTES_PER_S = 2**18
 """Minimum speed of a copy. A copy fails after ``COPY_LIMIT_S`` plus the time for its bytes at this speed, so a run ends
 even if the storage hangs. Slower storage would need more than an hour for each GB.
 """
-MAX_SMALL_FILE_BYTES = 2**28
+MAX_SMALL_FILE_BYTES = 2**28  # a larger file is not read into memory
 
 
 @dataclass(frozen=True)

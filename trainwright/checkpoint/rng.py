@@ -154,7 +154,6 @@ class TorchGenerators(NamedTuple):
         return cls(torch.default_generator.get_state(), cuda)
 
     def restore(self, device: torch.device) -> None:
-        """Restore both generators."""
         torch.default_generator.set_state(self.cpu)
         if self.cuda is not None:
             torch.cuda.set_rng_state(self.cuda, device)
@@ -188,7 +187,6 @@ class RngBag:
         return cls(random.getstate(), numpy_state, torch.get_rng_state(), cuda_states())
 
     def restore(self) -> None:
-        """Restore every generator."""
         random.setstate(self.python)
         np.random.set_state(dict(self.numpy))
         torch.set_rng_state(self.torch_cpu)

@@ -15,7 +15,7 @@ more than any fixed factor (policy gradients, likelihoods of densities).
 """
 MIN_RATIO_TO_WINDOW = 2.0
 """Minimum ratio of a spike to every norm of the window, so that steadily growing norms are not spikes."""
-MIN_NORM = 1e-30
+MIN_NORM = 1e-30  # smaller norms count as this one, so that they have a logarithm
 
 
 class Spike(NamedTuple):

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from trainwright.checkpoint.codec import same_bits
 
-SAMPLED_ELEMENTS = 256
+SAMPLED_ELEMENTS = 256  # elements that are compared of a tensor or array too large to be copied
 MAX_PICKLED_BYTES, MAX_PICKLE_S = 65536, 2e-3
 
 

@@ -60,7 +60,6 @@ class StoredTensor:
         return out
 
     def whole(self) -> Tensor:
-        """Read the full tensor."""
         return self.read([(0, size) for size in self.shape])
 
 

@@ -21,7 +21,7 @@ from trainwright.data.fork import Begin, TooSlowError, is_of_cuda, read_in_fork
 from trainwright.data.read_files import Files
 
 MAX_ITEMS_FULLY_READ = 256  # datasets up to this size are read completely
-SAMPLED_ITEMS = 64
+SAMPLED_ITEMS = 64  # items that are read of a larger dataset
 MAX_BYTES_FULLY_HASHED = 2**30  # tensors up to this size are hashed completely, in about a second
 MAX_READING_S = 2.0
 """Estimated total time, in seconds, above which no further items are read."""

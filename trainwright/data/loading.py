@@ -107,7 +107,7 @@ class StepBatches:
     ``resumed`` is set after the first batch, if ``cursor`` is within an epoch and a sampler or ready-made batches
     determine the order: a message on how the stream reached the cursor. ``say`` is called with progress messages.
 
-    Raises DataError for a sample that cannot be read; with ``on_bad_sample="quarantine"``, only if no sample is left.
+    Raises DataError for a sample that cannot be read, unless it is quarantined instead, and if no sample is left.
     """
 
     def __init__(

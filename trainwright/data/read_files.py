@@ -171,7 +171,6 @@ class OpenFiles(Dataset[Any]):
         return int(self._ends[-1])
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the samples that follow."""
         self.epoch = epoch
 
     def __getstate__(self) -> dict[str, Any]:

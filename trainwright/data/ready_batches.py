@@ -51,6 +51,7 @@ class ReadyBatches:
 
     @property
     def makes(self) -> bool:
+        """True if the source is a function that creates an iterable for each pass."""
         return callable(self.source) and not isinstance(self.source, Iterable)
 
     @property
@@ -76,6 +77,7 @@ class ReadyBatches:
 
     @property
     def keeps_state(self) -> bool:
+        """True if the source can report and load its state."""
         return _state_access_of(self.source) is not None
 
     @property

@@ -49,7 +49,7 @@ draws.
 
 Fewer for a sampler that may depend on the training so far.
 """
-BATCHES_AT_ONCE = 64
+BATCHES_AT_ONCE = 64  # as AT_ONCE, for a batch sampler
 POSITIONS_DRAWN_TWICE = 64
 """Number of positions, or batches of them, that are drawn twice to test if an order is repeatable."""
 _PURE = (list, tuple, range, BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
@@ -152,7 +152,6 @@ class LoaderOrder(UserOrder):
 
     @property
     def has_generator(self) -> bool:
-        """True if the loader has a generator."""
         return self._loader.generator is not None
 
     def begin(self, epoch: int) -> tuple[EpochStart, Iterator[Ids]]:

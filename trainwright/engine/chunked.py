@@ -30,7 +30,7 @@ CHUNK_BYTES = {"cpu": 1 << 25}
 
 Smaller chunks read and write the gradient of the weight more often; see benchmarks/chunked_loss.py.
 """
-CHUNK_BYTES_ELSEWHERE = 1 << 28
+CHUNK_BYTES_ELSEWHERE = 1 << 28  # on all other device types
 WEIGHT_GRADIENT_PARTS = {"cpu": 8}
 """Number of parts in which the gradient of the weight is added if the matmul cannot accumulate it, by device type; 1 on
 all other devices."""

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from trainwright.checkpoint.chained_optimizer import parts_of
 from trainwright.checkpoint.shards import is_divided
 
-MAX_COPIED_TABLE_BYTES = 64 * 2**20
+MAX_COPIED_TABLE_BYTES = 64 * 2**20  # larger non-persistent buffers are not copied
 APPLIED, SKIPPED = torch.tensor(False, device="cpu"), torch.tensor(True, device="cpu")
 """Flags on the CPU, which are read without a host sync. They are never written to."""
 

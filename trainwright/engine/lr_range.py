@@ -16,8 +16,8 @@ from trainwright.engine.precision import FP32, Precision
 from trainwright.engine.step import make_step
 from trainwright.optim.clip import ClipFn, no_clip
 
-LOSS_SMOOTHING = 0.9
-DIVERGED_LOSS_RATIO = 4.0
+LOSS_SMOOTHING = 0.9  # weight of the previous losses in the moving average
+DIVERGED_LOSS_RATIO = 4.0  # smoothed loss / lowest smoothed loss at which the test ends
 
 
 @dataclass(frozen=True)

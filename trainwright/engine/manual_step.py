@@ -164,7 +164,6 @@ class UpdateGuard:
         self._is_open = False
 
     def close(self) -> None:
-        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 

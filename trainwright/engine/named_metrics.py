@@ -221,7 +221,6 @@ class Mean:
         self.add(*self._of(batch, task))
 
     def add(self, total: Tensor, count: Tensor | float) -> None:
-        """Add to the sum and to the count."""
         self._total, self._count = self._total + widest(total), self._count + count
 
     def compute(self, world: World) -> float:
@@ -365,7 +364,6 @@ class LossPerplexity:
         self.reset()
 
     def reset(self) -> None:
-        """Clear the state."""
         self._mean = Mean(_no_batch, math.exp)
 
     def take_loss(self, loss: Loss) -> None:

@@ -157,7 +157,6 @@ class Rollout(NamedTuple):
     value_targets: Tensor
 
     def minibatch(self, rows: Tensor) -> Rollout:
-        """Return some of the steps."""
         return Rollout(*(column[rows] for column in self))
 
 

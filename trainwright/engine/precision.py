@@ -67,7 +67,6 @@ class MatmulMode(NamedTuple):
         return cls("high" if precision == "tf32" else "highest", precision == "tf32")
 
     def set(self) -> None:
-        """Set the mode of the process."""
         torch.set_float32_matmul_precision(self.matmul)
         torch.backends.cudnn.allow_tf32 = self.convolutions
 

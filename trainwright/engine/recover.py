@@ -27,8 +27,8 @@ from trainwright.errors import OomReport, OutOfMemoryError, TrainwrightError, Us
 
 T = TypeVar("T")
 Passes = Callable[[TrainState, StepBatch], T]
-NO_LIMIT = 2**62
-SAME_LIMIT = NO_LIMIT - 1
+NO_LIMIT = 2**62  # the attempt has succeeded on this rank
+SAME_LIMIT = NO_LIMIT - 1  # try the same micro-batches once more
 ONE_SAMPLE_DOES_NOT_FIT = "a micro-batch of one sample does not fit"
 
 

@@ -25,10 +25,10 @@ from trainwright.optim.guarded import (
     require_rates,
 )
 
-NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # a, b and c of ``orthogonalize``
 NS_STEPS = 5
 NS_EPS = 1e-7
-ADAMW_LR = 3e-4
+ADAMW_LR = 3e-4  # default for the parameters that AdamW updates
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 AdjustLR = Literal["original", "match_rms_adamw"]

@@ -21,7 +21,7 @@ from trainwright.optim.groups import Group
 
 MASTER = "master"
 """State key for the float32 master weight of a 16-bit parameter. The update is applied to the master weight."""
-PIECE_BYTES = 2**30
+PIECE_BYTES = 2**30  # size of an allocation of host memory, unless one tensor is larger, see ``_Pieces``
 _ALIGNMENT_BYTES = 64
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WIDE_DTYPES = {torch.float16: torch.float32, torch.bfloat16: torch.float32}

@@ -41,10 +41,10 @@ MIN_COMPILE_S = 10.0
 """Estimated seconds to compile in the first mode. The next mode is estimated at twice the longest time so far."""
 MIN_GAIN = 1.03
 """Minimum time in the default mode / time in a mode that replaces it."""
-MIN_ROUNDS = 5
+MIN_ROUNDS = 5  # timed passes in each mode
 MIN_TIMED_S = 1.0
 """Minimum seconds of all passes that are timed."""
-SETTLED = "compile_mode"
+SETTLED = "compile_mode"  # key of the chosen mode in the plan and in the cache file
 
 
 def with_compile_mode(job: Job, earlier: Earlier | None) -> Job:

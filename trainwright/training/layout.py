@@ -296,7 +296,7 @@ def _model_on_meta(loaded: Loaded) -> nn.Module | None:
         return None
 
 
-CHECKED_POSITIONS = 16
+CHECKED_POSITIONS = 16  # positions of a sequence in the check of a division
 MAX_DIFFERENCE_EPS = 1000
 """Maximum relative difference of norms, in units of the machine epsilon. Sums are computed in a different order."""
 NOISE_RATIO = 1e-4

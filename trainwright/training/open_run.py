@@ -180,7 +180,6 @@ class Reports:
 
     @property
     def findings(self) -> tuple[Found, ...]:
-        """The findings of the doctor."""
         return tuple(self.doctor.findings()) if self.doctor else ()
 
     def record_end(self, outcome: Outcome, state: TrainState, evaluation: PeriodicEvaluation | None) -> None:

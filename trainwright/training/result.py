@@ -90,9 +90,9 @@ class Result:
         step: Optimizer steps taken.
         loss: The last training loss.
         val_loss: The last validation loss.
-        skipped: Updates that were skipped because of non-finite gradients.
-        exit_code: 1 if the end of the run is not saved, 75 if it was stopped by request and is saved, 3 for a critical
-            finding, else 0.
+        skipped: Number of updates that were not applied: non-finite gradients, nothing counted, or a gradient spike.
+        exit_code: 1 if the end of the run is not saved, else that of the Stop that ended it (75 for a signal), else 3
+            for a critical finding, else 0.
         metrics: The last validation metrics by name.
         state: The live state, including the average of the weights (``state.ema``).
         findings: The findings of the doctor.
