@@ -93,8 +93,8 @@ def _levels(device: torch.device) -> Tensor:
 def quantize_linear_layers(model: nn.Module, kind: str) -> tuple[list[str], list[str]]:
     """Replace the linear layers of ``model`` by 4-bit layers, in place, except for the output layer.
 
-    Returns the names of the replaced layers, and of those whose number of inputs is not a multiple of 64 (nf4) or 32
-    (int4), which stay unchanged. Layers of a subclass of ``nn.Linear`` stay unchanged, too.
+    Layers whose number of inputs is not a multiple of 64 (nf4) or 32 (int4) stay unchanged, and so do layers of a
+    subclass of ``nn.Linear``. Returns the names of the replaced layers, and of the layers of unsuitable size.
 
     Raises:
         UsageError: No layer can be quantized.

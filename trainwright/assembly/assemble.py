@@ -67,11 +67,11 @@ class CustomObjects:
     """Objects that a caller passed in Python beside model, data and loss.
 
     Attributes:
-        optimizer: One optimizer, several, or a factory; None: that of the recipe.
-        schedule: Any form that ``convert_schedule`` accepts; None: that of the recipe.
-        observers: Called before those of the recipe.
+        optimizer: One optimizer, several, or a factory; None: the recipe's optimizer.
+        schedule: Any form that ``convert_schedule`` accepts; None: the recipe's schedule.
+        observers: Called before the observers of the recipe.
         advance: A step function of the user, instead of one made from the loss.
-        metrics: Metrics besides those of the recipe.
+        metrics: In addition to the recipe's metrics.
         generators: Random state at the start of training, if the run does not seed the generators itself.
         rebuild: How to create the objects again, as recorded in the run folder; empty if this is not known.
     """
@@ -154,7 +154,8 @@ def build_parts(loaded: Loaded, device: torch.device, planned: Checkpointing | N
 def build_loss(loaded: Loaded) -> Callable[..., Any]:
     """Return the loss of a recipe. Raises RecipeError if ``chunked`` is set and the loss has no such parameter.
 
-    ``args`` are those of a class or factory, or further arguments of a function ``loss(model, batch, ...)``.
+    The recipe's ``args`` are passed to a class or factory, or as further arguments to a function
+    ``loss(model, batch, ...)``.
     """
     ask = loaded.recipe.loss
     loss = find(ask.use, LOSSES, "loss", loaded.source)
@@ -355,8 +356,8 @@ def build_optimizer(parts: Parts, loaded: Loaded, plan: Plan) -> Optimizer:
 def build_schedule(parts: Parts, loaded: Loaded, plan: Plan, optimizer: Optimizer) -> ScheduleFn | SteppedSchedule:
     """Return the schedule that was passed in Python, or that the recipe names.
 
-    A callable in a recipe is called with ``optimizer`` if that is its first parameter; it is the schedule itself if its
-    first parameter is ``step``; else it is called with ``total``, ``warmup`` and ``floor``.
+    The first parameter of the recipe's callable decides: ``optimizer``: the call returns a scheduler. ``step``: the
+    callable is the schedule. Else it is a factory, and is called with ``total``, ``warmup`` and ``floor``.
     """
     ask, source = loaded.recipe.schedule, loaded.source
     shared: dict[str, Any] = {"total": plan.extent.steps, "warmup": plan.warmup, "floor": ask.floor}

@@ -1,6 +1,6 @@
 """Applies activation checkpointing to a model, block by block, as specified by a ``Checkpointing``.
 
-Gradients, random numbers and buffers are bit-identical to those without it; see ``CheckpointedForward``.
+Gradients, random numbers and buffers are bit-identical to a run without it; see ``CheckpointedForward``.
 """
 
 from __future__ import annotations
@@ -151,11 +151,11 @@ class _ReuseOutputs(TorchDispatchMode):
 
 
 class CheckpointedForward:
-    """The function for ``torch.utils.checkpoint``: its first call is the forward pass, later ones rerun it in backward.
+    """The function for ``torch.utils.checkpoint``: called in the forward pass, and again in the backward pass.
 
     ``keep`` names the sites whose outputs are saved, ``buffers`` the buffers that the pass may change.
-    ``torch.utils.checkpoint`` restores torch's generators; those of Python and NumPy, by which some models drop layers,
-    are restored here.
+    ``torch.utils.checkpoint`` restores torch's generators. This class also restores the generators of Python and NumPy,
+    by which some models drop layers.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class CheckpointedForward:
 
     @contextmanager
     def _restored(self) -> Iterator[None]:
-        """Context with the buffers and generators of the first run; restores the current ones afterwards.
+        """Context with the buffers and generators of the first run. Afterwards restores the current values.
 
         Buffers are replaced, not written to: autograd may have saved the current tensors.
         """
@@ -325,7 +325,7 @@ class Region:
         ]
 
     def install(self) -> None:
-        """Replace the block's ``forward``. Hooks on the block stay outside, as those of FSDP must."""
+        """Replace the block's ``forward``. Hooks on the block run outside the checkpointed part, as FSDP requires."""
         installed = self.block.__dict__.get("forward")
         if isinstance(installed, partial) and installed.func is _forward:
             forward = installed.args[1]

@@ -20,7 +20,7 @@ MAX_NAMES_SHOWN = 3
 
 @dataclass(frozen=True)
 class ChosenLayers:
-    """Names of the chosen layers, and of the skipped ones by reason."""
+    """Names of the chosen layers, and names of the skipped layers by reason."""
 
     chosen: tuple[str, ...]
     left_out: dict[str, tuple[str, ...]]

@@ -1,7 +1,7 @@
 """Pipeline parallelism: the blocks of a model divided into stages on separate ranks, by torch's schedules.
 
 A model can be divided if it has ``blocks``, the attribute ``stage_ends`` (names of the modules before the first block,
-and names of those after the last block), and a forward that skips modules that are None. For two stages on a rank the
+and of the modules after the last one), and a forward that skips modules that are None. For two stages on a rank the
 model also needs ``embed(input)`` and ``unembed(x)``, the parts of forward before and after the blocks. Other models
 need a table, see ``stage_plan``.
 
@@ -55,9 +55,9 @@ def stage_blocks(blocks: int, stages: int) -> list[list[int]]:
 class Stages:
     """The stages of this rank, one or two, and the schedules that run them.
 
-    ``group`` contains the ranks of all stages in order. Removes from ``model`` what this rank does not compute, as
-    defined by ``by_table`` or by the model itself. ``tied`` names the weights of which the other rank of ``ends`` has a
-    copy, in the same order.
+    ``group`` contains the ranks of all stages in order. Removes from ``model`` the modules of other ranks, as defined
+    by ``by_table`` or by the model itself. ``tied`` has the names of the weights that the first and the last stage
+    share, in the same order on both ranks (``ends``).
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Pipeline stages of a model that was not written for them, by the names of its modules.
 
-The plan is a table from patterns of module names to ``first``, ``block`` or ``last``: that of a recipe, or of a model
-of ``transformers``. A stage is the model itself, with modules of other stages replaced by pass-through modules.
-``StagedModel.require_same`` tests that this computes the same as the full model.
+The plan is a table from patterns of module names to ``first``, ``block`` or ``last``. It comes from the recipe, or from
+``transformers``. A stage is the model itself, with modules of other stages replaced by pass-through modules.
+``StagedModel.require_same`` tests that all stages together compute the same as the full model.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class StagePlan:
 
 
 def stage_plan(model: nn.Module, requested: Mapping[str, StageStyle]) -> StagePlan | None:
-    """Return the ``requested`` plan, or that of ``transformers``.
+    """Return the ``requested`` plan, or the plan from ``transformers``.
 
-    Returns None if there is none, or if the model itself defines its stages. Raises UsageError if a requested pattern
+    Returns None if there is no plan, or the model itself defines its stages. Raises UsageError if a requested pattern
     matches nothing, nothing is divided, or a weight is in no part or in two.
     """
     if hasattr(model, "stage_ends") and not requested:
@@ -124,7 +124,7 @@ class _Elsewhere(nn.Module):
 
 
 class StagedModel:
-    """A model that is divided by a plan. ``require_same`` must test it before it is divided."""
+    """A model that is divided by a plan. Call ``require_same`` before ``keep`` divides it."""
 
     def __init__(self, model: nn.Module, plan: StagePlan) -> None:
         self.model, self.plan = model, plan
@@ -134,7 +134,7 @@ class StagedModel:
     def require_same(self, inputs: Tensor, shares: Sequence[Sequence[int]]) -> None:
         """Run the stages one after the other, each with its part of the blocks.
 
-        Raises UsageError if the result differs from that of the full model.
+        Raises UsageError if the result differs from the full model's.
         """
         if not inputs.is_floating_point() and inputs.dim() > 1:
             inputs = inputs[:, :MAX_POSITIONS_TRIED]

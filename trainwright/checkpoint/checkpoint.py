@@ -68,7 +68,7 @@ def frozen_part(model: Mapping[str, Tensor], trained: Collection[str]) -> dict[s
 
 
 def write_frozen(frozen: Mapping[str, Tensor], folder: Path, others: Iterable[Path]) -> str:
-    """Write frozen.safetensors into ``folder``, or a hard link to that of another checkpoint with the same content.
+    """Write frozen.safetensors into ``folder``, or hard-link the file of another checkpoint with the same content.
 
     Hashes of the content are compared, so weights that change without being trained are written again. A linked file is
     read once to detect damage. Returns the hash.

@@ -178,7 +178,7 @@ _OF_WEIGHTS = ("ema", "training_weights")
 
 
 def _with_small_parts(rest: StateDict) -> StateDict:
-    """Read all stored tensors except those of weights, moments and averages."""
+    """Read all stored tensors except weights, moments and averages."""
     small = {key: each if key in _OF_WEIGHTS else read_whole(each) for key, each in rest.items() if key != "optimizer"}
     optimizer = {key: each if key == "state" else read_whole(each) for key, each in rest["optimizer"].items()}
     return {**small, "optimizer": optimizer}

@@ -54,8 +54,8 @@ class _Pending(NamedTuple):
 class SkipLedger:
     """Counts and names skipped steps without waiting for the device at every step.
 
-    ``note`` only stores references. ``read_pending`` reads all flags in one transfer and turns those that are true into
-    entries. It runs automatically every 256 steps (one host sync each).
+    ``note`` only stores references. ``read_pending`` reads all flags in one transfer and makes an entry for each true
+    flag. It runs automatically every 256 steps (one host sync each).
     """
 
     def __init__(self) -> None:

@@ -154,7 +154,7 @@ def _sum(body: Mapping[str, Tree]) -> str:
 def verify(folder: Path, needed: Sequence[str] | None = None) -> None:
     """Raise CheckpointError, naming the file, unless every file is present with its size and hash.
 
-    ``needed`` are files that the manifest must list; by default those of a checkpoint.
+    ``needed`` are files that the manifest must list; by default the files of the checkpoint's format.
     """
     manifest = read_manifest(folder)
     all_needed = NEEDED[manifest["format"]] if needed is None else needed

@@ -38,11 +38,11 @@ def moments(model: nn.Module, optimizer: Optimizer) -> StateDict:
 def load_moments(model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Tree]) -> None:
     """Load the result of ``moments``. Options that a recipe sets keep the values that the optimizer was built with.
 
-    A parameter that was not trained before starts without moments; moments of one that is no longer trained are
+    A parameter that was not trained before starts without moments; moments of a parameter that is no longer trained are
     dropped. The base learning rate is the group's ``lr``; the schedule continues from the current step.
 
     Raises:
-        ValueError: The state is that of another optimizer class.
+        ValueError: The state is from another optimizer class.
     """
     if isinstance(optimizer, ChainedOptimizer):
         for part, saved_part in zip(optimizer.parts, _parted(saved), strict=True):
@@ -117,8 +117,8 @@ def parameter_names(model: nn.Module, optimizer: Optimizer) -> list[str]:
 def _continued(group: Mapping[str, Tree], names: list[str], saved: Mapping[str, Tree], built: StateDict) -> StateDict:
     """Return the group as built, with the counters of the saved group that has the same parameters.
 
-    Counters cannot be told from options by their names, so all saved values are used, except those of options that a
-    recipe sets, and of options whose default has changed since the save: the user has changed these.
+    Counters cannot be told from options by their names, so all saved values are used, except for options that a recipe
+    sets, and options that the user has changed since the save.
     """
     before: StateDict = next((each for each in saved["param_groups"] if not set(names).isdisjoint(each["params"])), {})
     changed = {key for key, value in built.items() if value != saved["built"].get(key, value)}

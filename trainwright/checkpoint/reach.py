@@ -151,7 +151,7 @@ class ReachableState:
                 self._parts[key] = part.again(), trail
 
     def put_back(self) -> list[str]:
-        """Restore the captured contents of all objects. Returns descriptions of those that could not be restored."""
+        """Restore the captured contents of all objects. Returns descriptions of objects that cannot be restored."""
         return [words(trail) for part, trail in self._parts.values() if not part.put_back()]
 
     def knows(self, other: ReachableState) -> bool:

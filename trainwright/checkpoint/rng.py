@@ -237,7 +237,7 @@ def borrow(give_back: Callable[[], None]) -> None:
 
 
 def end_borrowing(give_back: Callable[[], None]) -> None:
-    """Call ``give_back``, unless that was done."""
+    """Call ``give_back``, unless it has been called."""
     if give_back in _borrowed.give_back:
         give_back()
         _borrowed.give_back.remove(give_back)
@@ -249,7 +249,7 @@ def num_borrowed() -> int:
 
 
 def give_back_to(depth: int) -> None:
-    """Restore the generators for all contexts but the ``depth`` outermost ones, if a signal prevented that."""
+    """Restore the generators for all but the ``depth`` outermost contexts, if a signal prevented ``end_borrowing``."""
     while num_borrowed() > depth:
         _borrowed.give_back[-1]()
         _borrowed.give_back.pop()
@@ -258,7 +258,7 @@ def give_back_to(depth: int) -> None:
 def _back_to_now() -> Callable[[], None]:
     """Return a function that restores the current state of every generator.
 
-    Setting NumPy's state takes 65 us, so that is done only if it may have changed.
+    Setting NumPy's state takes 65 us, so it is set only if it may have changed.
     """
     python = read_python()
     numpy_state = np.random.get_state(legacy=False)

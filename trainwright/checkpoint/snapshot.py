@@ -67,7 +67,7 @@ class LiveObjects:
         self._closed = f"a part of the model was made by torch.jit ({scripted[0]})" if scripted else None
 
     def hooks(self) -> tuple[int, ...]:
-        """Return the number of hooks of each module, without those of the recorder."""
+        """Return the number of hooks of each module, without the hooks of the recorder."""
         of_module = [(*m._forward_pre_hooks.values(), *m._forward_hooks.values()) for m in self.modules]
         return tuple(
             [sum(not getattr(hook, "is_recorders", False) for hook in hooks) if hooks else 0 for hooks in of_module]
@@ -108,7 +108,7 @@ class LiveObjects:
     def snapshot(self, step: int, *, with_reach: bool = True) -> Snapshot:
         """Copy everything, on its device.
 
-        ``with_reach``: also copy what is neither weight, buffer nor optimizer state, which a replay needs.
+        ``with_reach``: also copy the other state that a step can reach, which a replay needs.
         """
         numbers = {id(p): number for number, p in enumerate(self.parameters)}
         data = [p.detach() for p in self.parameters]

@@ -230,7 +230,7 @@ def _items(owner: dict[Any, Any]) -> dict[Any, Any]:
 
 
 class EmptyDicts(StatePart):
-    """Empty dicts, such as those of most hooks."""
+    """Empty dicts, such as the hook dicts of most modules."""
 
     is_empty = True
 

@@ -114,7 +114,7 @@ def _require_readable(folder: Path) -> None:
 def set_aside_newer(folder: Path, resumed: Path, run: str = "") -> list[Path]:
     """Rename the checkpoints that are newer than ``resumed``, none of which verifies. Returns their new paths.
 
-    Otherwise ``prune`` would later count them among the newest checkpoints, and delete intact ones. A folder without a
+    Otherwise ``prune`` would later count them among the newest, and delete intact checkpoints. A folder without a
     manifest is not renamed: another program may have written it. The pointer to the best checkpoint is removed if the
     best checkpoint is newer than ``resumed``.
     """

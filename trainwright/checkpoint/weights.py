@@ -41,7 +41,7 @@ def require_python(model: nn.Module) -> None:
 def plain_state_dict(model: nn.Module, *, keep_vars: bool = False) -> StateDict:
     """Return the full state_dict, including buffers and extra state, under plain names; the tensors are the live ones.
 
-    With ``keep_vars`` they are the parameters themselves; a tied one is the same object under each name.
+    With ``keep_vars`` the values are the parameters themselves; a tied parameter is the same object under each name.
     """
     state = unwrapped(model).state_dict(keep_vars=keep_vars)
     plain = {plain_name(name): value for name, value in state.items()}

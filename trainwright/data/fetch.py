@@ -1,6 +1,6 @@
 """Reads a batch: a pure function of (dataset, key), with the same bits in any worker process.
 
-If samples cannot be collated, finds those at fault.
+If a batch cannot be collated, finds the samples at fault.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ Collate = Callable[[list[Sample]], Batch]
 
 
 def samples_at_fault(samples: Sequence[Sample], collate: Collate) -> dict[int, str]:
-    """Return, by index, a description of the samples without which the others can be collated.
+    """Return a description of each sample that prevents collation, by index.
 
-    These are samples that cannot be collated even alone, else those whose types and shapes differ from the majority.
-    Empty if there is no majority, or if the other samples cannot be collated either.
+    These are the samples that cannot be collated even alone; if there are none, the samples whose types and shapes
+    differ from the majority. Empty if there is no majority, or if the other samples cannot be collated either.
     """
     alone = [at for at, sample in enumerate(samples) if not _collates([sample], collate)]
     found = {at: f"it is {_form(samples[at])}" for at in alone} or _of_another_form(samples)
@@ -130,7 +130,7 @@ def pieces(ids: Ids, rank: int, ranks: int, micro_size: int) -> Iterator[Piece]:
 
 
 def slices(ids: Ids, rank: int, ranks: int, micro_size: int) -> Iterator[Piece]:
-    """Cut a step into micro-batches that are the same on any number of ranks, and yield those of ``rank``."""
+    """Cut a step into micro-batches that are the same on any number of ranks; yield the micro-batches of ``rank``."""
     starts = range(0, len(ids), micro_size)
     mine = np.array_split(np.array(starts), ranks)[rank].tolist()
     for start in mine:
@@ -150,7 +150,7 @@ class Key(NamedTuple):
     Attributes:
         epoch: Epoch of its samples.
         start: Position of its first sample in the epoch.
-        ids: Dataset positions (n,) without those in quarantine; may be empty.
+        ids: Dataset positions (n,) without quarantined samples; may be empty.
         closes: True if it is the last micro-batch of an optimizer step.
         cursor: Position in the data after it.
         counted: False if its samples are read with weight 0.

@@ -1,4 +1,4 @@
-"""The random generators of the user's iterator, separate from those that training draws from."""
+"""The random generators of the user's iterator, separate from the generators of the training."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def set_epoch(source: object, epoch: int) -> None:
 
 
 class HeldGenerators:
-    """The generators among these objects, and those that they and their inner samplers hold as attributes."""
+    """All generators among these objects, and in attributes of these objects and their inner samplers."""
 
     def __init__(self, sources: Sequence[object]) -> None:
         parts = [part for source in sources for part in _parts(source)]

@@ -1,4 +1,4 @@
-"""The stream of step batches. Its order is that of the user's sampler, or a function of (seed, epoch, position)."""
+"""The stream of step batches, in the order of the user's sampler, or ordered by (seed, epoch, position)."""
 
 from __future__ import annotations
 
@@ -275,7 +275,7 @@ class StepBatches:
         order, reached = self._order_of(epoch), size if loading.shuffle else whole
         if len(left_out) and np.isin(order[:reached], left_out).all():
             return
-        # an epoch that began with another batch size has its last full batch elsewhere
+        # if the epoch began with another batch size, its last full batch ends elsewhere
         end = size - (size - begin) % loading.batch_size if loading.drop_last else size
         for start in range(begin, end, loading.batch_size):
             ids = order[start : min(start + loading.batch_size, end)]
@@ -361,7 +361,7 @@ def _share(whole: MicroBatch, loading: Loading) -> MicroBatch:
 
 
 class _Planned(NamedTuple):
-    """The positions of a step, in parts that are read separately, each with a mask of those used (None: all)."""
+    """The positions of a step, in parts that are read separately, each with a mask of the used ones (None: all)."""
 
     start: int
     parts: tuple[tuple[Ids, NDArray[np.bool_] | None], ...]

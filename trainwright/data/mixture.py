@@ -80,7 +80,7 @@ def mix(
     Args:
         sets: Datasets with ``__getitem__`` and ``__len__``, by name or as a list.
         weights: The weight of each set. Its fraction of an epoch is its weight divided by the sum of all weights.
-        length: Number of samples in an epoch; by default that of all sets together.
+        length: Number of samples in an epoch; by default the total of all sets.
         seed: Seed of the order.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The order in which dataset positions are visited: a function of (seed, epoch), or that of a user's sampler."""
+"""The order in which dataset positions are visited: a function of (seed, epoch), or given by a user's sampler."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ Fewer for a sampler that may depend on the training so far.
 """
 BATCHES_AT_ONCE = 64  # as AT_ONCE, for a batch sampler
 POSITIONS_DRAWN_TWICE = 64
-"""Number of positions, or batches of them, that are drawn twice to test if an order is repeatable."""
+"""Number of positions, or batches of positions, that are drawn twice to test if an order is repeatable."""
 _PURE = (list, tuple, range, BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
 """Samplers whose order follows from the generators alone, so that an epoch can be drawn without previous epochs."""
 
@@ -62,8 +62,8 @@ class UserOrder:
     """The order of a sampler, or with ``in_batches`` of a batch sampler, each of whose batches is a micro-batch.
 
     Before each epoch, ``set_epoch`` is called, and the global random generators and those of the sampler are seeded
-    from (seed, epoch). The order of most samplers is then a pure function of these, and is drawn again without reading
-    a sample. A sampler that counts its epochs itself is run through the epochs in turn.
+    from (seed, epoch). The order of most samplers is then a pure function of (seed, epoch), and can be drawn again
+    without reading a sample. A sampler that counts its epochs itself is run through the epochs in turn.
     """
 
     def __init__(self, sampler: _Sampler, *, in_batches: bool = False) -> None:
@@ -73,7 +73,7 @@ class UserOrder:
 
     @property
     def size(self) -> int | None:
-        """Number of positions in an epoch, or batches of them; None if the sampler has no length."""
+        """Number of positions, or batches of positions, in an epoch; None if the sampler has no length."""
         with suppress(TypeError, NotImplementedError):
             return len(self.sampler)  # type: ignore[arg-type]
         return None
@@ -140,9 +140,9 @@ class LoaderOrder(UserOrder):
     """The order of a loop over a DataLoader, one pass per epoch.
 
     ``iter(loader)`` and the first item are drawn from the random generators of the process, which training also uses,
-    and from those of loader and sampler. These draws determine the full order for the samplers of torch, and for those
-    that draw a permutation. Later draws of a sampler use a copy of the generators: otherwise a resume could not draw
-    them again, because training continues meanwhile.
+    and from the generators of loader and sampler. These draws determine the full order of torch's samplers, and of all
+    that draw a permutation first. Later draws of a sampler use a copy of the generators: otherwise a resume could not
+    draw them again, because training continues meanwhile.
     """
 
     def __init__(self, loader: DataLoader[Any], sampler: _Sampler, *, in_batches: bool = False) -> None:

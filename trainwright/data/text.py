@@ -30,10 +30,10 @@ class CharText(Dataset[tuple[Tensor, Tensor]]):
     """Windows of ``block_size`` characters over the first 1 - val_share ("train") or the rest ("val").
 
     ``stride`` is the distance between two windows. By default it is ``block_size``: an epoch predicts each character
-    once. A smaller one gives more samples per epoch, with each character in several contexts, for runs of many epochs.
-    In a run shorter than an epoch it makes no difference (300 steps at stride 16 and 64: 1.666 and 1.663 nats). For
-    "val" it is always ``block_size``, so that every character counts once. ``vocabulary`` is that of the full text, in
-    code point order: validation has no unknown symbols.
+    once. A smaller stride gives more samples per epoch, with each character in several contexts, for runs of many
+    epochs. In a run shorter than an epoch it makes no difference (300 steps at stride 16 and 64: 1.666 and 1.663 nats).
+    For "val" it is always ``block_size``, so that every character counts once. ``vocabulary`` has the characters of the
+    full text in code point order, so that validation has no unknown symbols.
     """
 
     deterministic = True  # items draw no random numbers

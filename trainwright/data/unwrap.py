@@ -62,8 +62,8 @@ class Columns(Dataset[dict[str, Tensor]]):
 class Unwrapped:
     """A dataset, and the settings of the DataLoader that contained it; if there was none, they are None.
 
-    ``order`` is that of a custom sampler, and ``loader`` the order of a loop over the full DataLoader. If the data come
-    in batches, ``dataset`` is a ReadyBatches, or ``order`` yields batches. ``not_used`` holds the settings of the
+    ``order`` is the order of a custom sampler, and ``loader`` the order of a loop over the full DataLoader. If the data
+    come in batches, ``dataset`` is a ReadyBatches, or ``order`` yields batches. ``not_used`` holds the settings of the
     loader that have no effect, with the reason.
     """
 
@@ -156,7 +156,7 @@ def _dataset(data: object) -> AnyDataset:
 
 
 def _is_pipeline(data: object) -> bool:
-    """Return True for an IterableDataset that contains a DataLoader, like that of WebDataset: it yields batches."""
+    """Return True for an IterableDataset that contains a DataLoader, like WebDataset's, and so yields batches."""
     stages = getattr(data, "pipeline", ())
     return isinstance(stages, Sequence) and any(isinstance(stage, DataLoader) for stage in stages)
 

@@ -102,9 +102,9 @@ def chunked_cross_entropy(
 ) -> Tensor:
     """Return the sum over rows of the cross-entropy of ``F.linear(hidden_ND, weight_VD, bias_V)``.
 
-    Equals ``F.cross_entropy(logits.float(), target, weight_V, reduction="sum", ...)``, extended by ``options``. Memory
-    is that of one chunk and of the gradients. Under autocast the matmuls use its dtype and accumulate in float32. On
-    CUDA the kernel of the package ``liger-kernel`` is used if it is installed (not for fp16).
+    Equals ``F.cross_entropy(logits.float(), target, weight_V, reduction="sum", ...)``, extended by ``options``. Needs
+    memory for one chunk and the gradients. Under autocast the matmuls use its dtype and accumulate in float32. On CUDA
+    the kernel of the package ``liger-kernel`` is used if it is installed (not for fp16).
 
     Args:
         hidden_ND: Inputs of the linear layer.
@@ -123,7 +123,7 @@ def chunked_cross_entropy(
             implemented.
     """
     tensors = [each for each in (hidden_ND, weight_VD, target_N, bias_V, weight_V) if each is not None]
-    if has_torch_function(tensors):  # torch function modes record this call like those of F
+    if has_torch_function(tensors):  # torch function modes record this call like calls of F
         total: Tensor = handle_torch_function(
             chunked_cross_entropy, tensors, hidden_ND, weight_VD, target_N, bias_V=bias_V, weight_V=weight_V, **options
         )
@@ -197,7 +197,7 @@ class _Chunked(torch.autograd.Function):
 
 
 def _scaled(made: Tensor, grad: Tensor, *, in_place: bool = False) -> Tensor:
-    """Multiply a gradient by the 0-d ``grad``, in the dtype of ``grad``: rounding it would affect all elements."""
+    """Multiply a gradient by the 0-d ``grad`` without rounding ``grad``, which would affect all elements."""
     if in_place and made.dtype == grad.dtype:
         return made.data.mul_(grad)
     return (made.to(grad.dtype) * grad).to(made.dtype)
@@ -328,7 +328,7 @@ def usable_liger(hidden: Tensor, compute: torch.dtype, *, is_weighed: bool) -> b
     """Return True if the kernel can compute this loss.
 
     fp16 is not supported, because the kernel computes gradients before the loss scale is known. Class weights need a
-    kernel with the parameter ``ce_weight``. They do not apply to its z-loss, as in ``chunked_cross_entropy``.
+    kernel with the parameter ``ce_weight``. The weights do not apply to its z-loss, as in ``chunked_cross_entropy``.
     """
     if not hidden.is_cuda or compute not in (torch.float32, torch.bfloat16) or not _is_installed():
         return False

@@ -3,7 +3,7 @@
 A floating-point sum depends on its order, so all-reduces over 2 and over 4 ranks differ in the last bits. Here the
 samples of a step are cut into slices that do not depend on the ranks. Each slice has its own gradient and random
 numbers, and all slice gradients are summed in one binary tree. Each rank keeps the gradients of its slices until the
-sum, and gathers those of the other ranks. This costs memory and communication for each slice.
+sum, and gathers the gradients of the other slices. This costs memory and communication for each slice.
 """
 
 from __future__ import annotations

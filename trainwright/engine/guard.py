@@ -30,7 +30,7 @@ def must_skip(grad_norm: Tensor, weight: Tensor | float) -> Tensor:
 def update_unless(skipped: Tensor, optimizer: Optimizer) -> None:
     """Run the optimizer's step unless ``skipped``; if skipped, weights and optimizer state stay bit-identical.
 
-    On the CPU the flag is read directly. On a GPU, fused optimizers and those of Trainwright take it on the device
+    On the CPU the flag is read directly. On a GPU, fused optimizers and Trainwright's own take it on the device
     (``found_inf``, the contract of torch's GradScaler). Other optimizers, and weights that are divided among ranks,
     cost one host sync per step.
     """
@@ -99,9 +99,9 @@ class BufferGuard:
 
     @torch.no_grad()
     def put_back(self) -> list[str]:
-        """Restore all buffers, including those that were replaced.
+        """Restore all buffers, including replaced ones.
 
-        Return the names of buffers that cannot be restored.
+        Returns the names of buffers that cannot be restored.
         """
         for (module, name), live, before in zip(self._places, self._live, self._before, strict=True):
             live.copy_(before)

@@ -23,7 +23,7 @@ BINARY = ("binary_cross_entropy", "binary_cross_entropy_with_logits")
 def explaining(model: nn.Module) -> Iterator[None]:
     """Raise UsageError instead of torch's error for a batch that does not fit the model or the loss.
 
-    Other errors pass unchanged: errors in the user's code, and those of Trainwright.
+    Other errors pass unchanged: errors in the user's code, and Trainwright's own errors.
     """
     try:
         yield

@@ -82,7 +82,7 @@ class SaveOnOutOfMemory:
 
 
 def each_batch(batches: Iterable[StepBatch], state: TrainState, saving: Saver) -> Iterator[StepBatch]:
-    """Yield the batches. If reading one raises, saves the state, which is complete between two steps."""
+    """Yield the batches. If reading a batch fails, saves the state, which is complete between two steps."""
     stream = iter(batches)
     while True:
         try:

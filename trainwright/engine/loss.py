@@ -143,7 +143,7 @@ def measures_progress(loss: Callable[..., object]) -> bool:
 
 
 def call_loss(loss_fn: LossFn, model: nn.Module, micro: MicroBatch, where: str) -> Loss | Tensor:
-    """Run one forward pass. Raise UsageError unless it returns a 0-d tensor, or a Loss whose total is one.
+    """Run one forward pass. Raise UsageError unless it returns a 0-d tensor, or a Loss with a 0-d total.
 
     The weight is returned as a number, or on a GPU as a detached 0-d tensor on that device; metrics are returned as
     tensors. The sign of a weight on a GPU is not checked, because that would cost a host sync.
@@ -400,7 +400,7 @@ def accumulate(
     micro-batch without samples (the rank has none left) has weight 0.
 
     ``last_backward`` is a context for the last backward pass. It receives the results of the forward passes on this
-    rank, and yields the results to return, for example those combined over all ranks.
+    rank, and yields the results to return, for example combined over all ranks.
     """
     outputs: list[Loss] = []
     size = batch.size or 1

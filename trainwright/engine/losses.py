@@ -91,7 +91,7 @@ def mse(model: nn.Module, batch: Batch) -> Loss:
     """Regression on a batch ``(input, target)``: sum of squared errors over the elements of the target.
 
     Raises:
-        UsageError: Output and target differ in shape: broadcasting would compare every sample with every other one.
+        UsageError: Output and target differ in shape, so that broadcasting would compare each sample with all others.
     """
     x, target = batch
     output = model(x)

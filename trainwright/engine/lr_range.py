@@ -59,8 +59,8 @@ def lr_range(
         lowest: First learning rate.
         highest: Last learning rate.
         num_steps: Number of steps.
-        precision: That of the planned training.
-        clip: That of the planned training; clipping raises the learning rate at which training diverges.
+        precision: The precision of the planned training.
+        clip: The clipping of the planned training. It raises the learning rate at which training diverges.
     """
     for group in state.optimizer.param_groups:  # every group keeps its ratio to the first
         group["initial_lr"] = group["lr"] / state.optimizer.param_groups[0]["lr"] * lowest

@@ -193,7 +193,7 @@ class UpdateGuard:
         self._before_closure = None
 
     def _are_finite(self, optimizer: Optimizer) -> bool:
-        """Return True if the gradients of ``optimizer`` are finite; append their norm to those of the step."""
+        """Return True if the gradients of ``optimizer`` are finite; append their norm to the norms of the step."""
         groups = optimizer.param_groups
         grads = [grad for group in groups for p in group["params"] if (grad := p.grad) is not None]
         if not grads:

@@ -166,7 +166,7 @@ class MetricSet:
                 )
 
     def copied(self) -> MetricSet:
-        """Return empty metrics of the same kind. Raises UsageError for one that cannot be copied."""
+        """Return empty metrics of the same kind. Raises UsageError for a metric that cannot be copied."""
         copies: dict[str, Metric] = {}
         for name, metric in self._metrics.items():
             try:

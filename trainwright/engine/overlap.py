@@ -2,7 +2,7 @@
 
 As in torch's DistributedDataParallel, hooks that run after the accumulation of each gradient fill buckets, and complete
 buckets are all-reduced asynchronously. The loss weights of the ranks are exchanged before the backward pass, when the
-last loss is known. Therefore the sums equal those of ``World.sum_`` after the pass.
+last loss is known. Therefore the sums equal the result of ``World.sum_`` after the pass.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from trainwright.engine.rank_sums import combine
 from trainwright.errors import RankError
 
 MIN_BUCKETS = 12
-"""Minimum number of buckets, unless they get too small. The link is idle until the first bucket is complete, and the
+"""Minimum number of buckets, unless buckets get too small. The link is idle until the first bucket is complete, and the
 last bucket is sent after the pass. In a small GPT, these two have 4 and 7 % of the weights with 12 buckets, 11 and 12 %
 with 8. On gloo, a bucket costs each rank about 0.25 ms of CPU time, so more buckets do not pay in a pass of 50 ms."""
 MIN_BUCKET_BYTES = 2**18
-"""Minimum size of a bucket. The all-reduce of a smaller one is dominated by latency."""
+"""Minimum size of a bucket. The all-reduce of a smaller bucket is dominated by latency."""
 
 
 class OtherRankFailed(Exception):
@@ -34,7 +34,7 @@ class OtherRankFailed(Exception):
 
 
 class _Bucket(NamedTuple):
-    """Parameters whose gradients are summed together, and the ids of those without a complete gradient."""
+    """Parameters whose gradients are summed together, and the ids of parameters without a complete gradient."""
 
     parameters: list[Tensor]
     waiting: set[int]
@@ -160,7 +160,7 @@ class OverlappedSum:
     def settle(self) -> bool:
         """Set ``.grad`` to the sums, also where only other ranks have a gradient. All ranks must call it.
 
-        Returns False if a gradient changed after it was sent: the step must start again without overlap.
+        Returns False if a gradient changed after it was sent; the step must then start again without overlap.
         """
         parameters = [p for bucket in self._buckets for p in bucket.parameters]
         here = [p.grad is not None for p in parameters]

@@ -84,12 +84,12 @@ class Peers:
         self._own[id(parameter)] = start_checksums([parameter.grad])
 
     def gradients_are_cleared(self) -> None:
-        """Count the attempts of a step. A second one, after an out-of-memory error, may split the batch."""
+        """Count the attempts of a step. A second attempt, after an out-of-memory error, may split the batch."""
         self._num_attempts += 1
         self._own.clear()
 
     def step_ends(self) -> list[Checksums]:
-        """Return the checksums of this rank's gradients, then those of each replay.
+        """Return the checksums of this rank's gradients, then the checksums of each replay.
 
         Returns [] if the step was not due, a replay failed, or the passes of the step began more than once.
         """

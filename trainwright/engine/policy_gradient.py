@@ -3,7 +3,7 @@
 The data are seeds of episodes. Each episode follows from its seed, the weights, and torch's random generator, which
 draws the actions. A resumed run and a replayed step therefore play the same episodes.
 
-Shapes: B episodes, T steps of the longest one, F numbers of an observation, A actions, N all steps that were played.
+Shapes: B episodes, T steps of the longest episode, F numbers of an observation, A actions, N all steps played.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class EpisodePlayer:
         """Play one episode for each seed, with actions drawn from the logits of the model.
 
         Args:
-            model: observations (n, F) -> logits (n, A), or a tuple that begins with them.
+            model: observations (n, F) -> logits (n, A), or a tuple that begins with the logits.
             seeds_B: Integers with which the environments are reset.
 
         Returns:
@@ -164,8 +164,8 @@ class PPO:
     """Proximal policy optimization (Schulman et al. 2017): a step for ``tw.fit(advance=...)`` on batches ``(seed_B,)``.
 
     A step plays an episode for each seed, then makes several passes over all steps of the episodes in minibatches, with
-    an update for each. The model returns ``(logits, value)``. Advantages are those of generalised advantage estimation
-    (Schulman et al. 2015). ``episode_return``, the sum of the rewards, is logged.
+    an update for each. The model returns ``(logits, value)``. Advantages are computed by generalised advantage
+    estimation (Schulman et al. 2015). ``episode_return``, the sum of the rewards, is logged.
 
     Args:
         env: Id of an environment of gymnasium with discrete actions, such as ``CartPole-v1``.
@@ -254,7 +254,7 @@ class PPO:
 
 
 def logits_of(output: Tensor | tuple[Tensor, ...]) -> Tensor:
-    """Return the logits in the output of a policy, which may be a tuple that begins with them."""
+    """Return the output of a policy, or its first element if it is a tuple."""
     return output if isinstance(output, Tensor) else output[0]
 
 

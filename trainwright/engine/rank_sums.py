@@ -1,4 +1,4 @@
-"""Sums over ranks, weighted exactly, so that a step on several ranks equals that of one process."""
+"""Sums over ranks, weighted exactly, so that a step on several ranks equals a step of one process."""
 
 from __future__ import annotations
 
@@ -95,9 +95,9 @@ def fill_missing(optimizer: Optimizer, world: World) -> None:
 
 
 def sum_grads(grads: Sequence[Tensor], world: World, copies: World | None) -> None:
-    """Sum gradients over the ranks, those of divided experts only over the ranks that have the same experts.
+    """Sum gradients over the ranks, except that experts are summed only over the ranks that have the same experts.
 
-    The gradients of divided experts already include the tokens of all ranks among which the experts are divided.
+    Gradients of divided experts already include the tokens of all ranks among which the experts are divided.
     """
     world.sum_(locals_of(grad for grad in grads if copies is None or not is_divided(grad)))
     if copies is not None:
@@ -105,7 +105,7 @@ def sum_grads(grads: Sequence[Tensor], world: World, copies: World | None) -> No
 
 
 def settle_parts(optimizer: Optimizer) -> None:
-    """Sum the gradients that are partial sums on each rank, such as those of a norm that saw part of a sequence."""
+    """Sum the gradients that are partial sums on each rank, such as a norm's if each rank has part of a sequence."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             grad = parameter.grad

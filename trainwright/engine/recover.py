@@ -36,7 +36,7 @@ class Recovery:
     """Retries the passes of a step until they fit. ``forget`` clears what a failed attempt leaves in the state.
 
     The first time memory runs out, it is freed and the same micro-batches are tried once more, because the heap may
-    have been fragmented. Then they are halved. Before giving up on a single sample, ``witness`` frees what it holds.
+    have been fragmented. Then they are halved. Before a single sample is given up, ``witness`` frees its memory.
 
     The limit stays in the state and is never raised again: memory would run out again, and a resumed run must split its
     batches as the first one did. A step that fits takes 5 us more, for the versions of the batch and the generators.
@@ -60,8 +60,8 @@ class Recovery:
         ``generators`` are the current states of torch's generators.
 
         Raises:
-            OutOfMemoryError: A micro-batch of one sample does not fit or cannot be cut. The state is then that of the
-                last good step.
+            OutOfMemoryError: A micro-batch of one sample does not fit or cannot be cut. The state is then as it was
+                after the last good step.
         """
         reports: list[OomReport] = []
         limit_before = state.micro_limit

@@ -140,7 +140,7 @@ class _Used:
 
 
 def _places(unit: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
-    """Return the places of the trained, divided parameters of a unit, without those of nested units."""
+    """Return the places of the trained, divided parameters of a unit, without the parameters of nested units."""
     inner = [other for module in unit.children() for other in units(module)]
     within = {id(module) for other in inner if isinstance(other, nn.Module) for module in other.modules()}
     return [

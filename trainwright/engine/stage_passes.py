@@ -74,7 +74,7 @@ class StagedPasses:
         work = _Work(loss_fn, batch.micro, divisor, where, state.scaler.scaled, {}, self._stages.as_returned)
         losses = self._run(work, precision, trains=True)
         for parameter in self._tied(state.model):
-            if parameter.grad is None:  # the other stage may have one
+            if parameter.grad is None:  # the other stage may have a gradient
                 parameter.grad = torch.zeros_like(parameter)
         return losses
 

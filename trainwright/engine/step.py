@@ -141,7 +141,7 @@ def make_step(
         precision: See ``Precision``.
         clip: See ``make_clip``.
         probes: Read the state before clipping; the values they return are in ``StepResult.probed``.
-        ranks: How ranks divide the step. Gradients, loss and metrics are those of the global batch.
+        ranks: How ranks divide the step. Gradients, loss and metrics are computed over the global batch.
         seed: With step and rank, determines the random numbers of each rank.
         spikes: A ``SpikeGuard``; does nothing by default.
         witness: Internal: the recorder of a run.
@@ -308,7 +308,7 @@ class _Gradients(NamedTuple):
 def _gradients(
     state: TrainState, batch: StepBatch, generators: TorchGenerators, parts: _Parts, recovery: Recovery
 ) -> tuple[_Gradients, StepBatch, tuple[OomReport, ...]]:
-    """Run the part of a step that can start again: it changes nothing but gradients, buffers and generators.
+    """Run the part of a step that can start again, because it changes only gradients, buffers and generators.
 
     On several ranks, retries cover only the part before ranks communicate, because ranks must agree that all of them
     have succeeded. Ranks that divide the weights cannot retry at all. With ``parallel.exact``, the size of the slices
@@ -510,7 +510,7 @@ class Update:
     """Calls the optimizer. If that runs out of memory, frees memory and calls it once more.
 
     Moments are created before the first update, when nothing is written yet. Raises OutOfMemoryError; its ``whole`` is
-    True if the state is that of the last good step.
+    True if the state is as it was after the last good step.
     """
 
     def __init__(self, recovery: Recovery, witness: StepWitness = SILENT) -> None:

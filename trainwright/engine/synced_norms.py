@@ -67,8 +67,8 @@ class BatchStatistics(torch.autograd.Function):
 class SyncedNorms(NamedTuple):
     """The BatchNorms of a model that use statistics of all ranks of ``world``, only in the passes of a step.
 
-    Elsewhere (dry run, evaluation) nothing is exchanged. The model itself is unchanged, so a checkpoint is that of the
-    plain model.
+    Elsewhere (dry run, evaluation) nothing is exchanged. The model itself is unchanged, and checkpoints fit the plain
+    model.
     """
 
     norms: Sequence[_BatchNorm] = ()

@@ -65,13 +65,13 @@ def log(**figures: float | Tensor | Loggable) -> None:
     its device until a record is due. Outside of a run this does nothing, so a loss that calls it can be used anywhere.
     A loop under ``tw.watch`` has ``watch.log``.
 
-    Observers run after the record of a step is written: their figures are in the next record.
+    Observers run after the record of a step is written, so their figures are in the next record.
 
     Args:
         **figures: Numbers, tensors of one element, ``tw.Image``, ``tw.Histogram`` or strings, by name.
 
     Raises:
-        UsageError: For a value that is none of these, and for a name that the log uses itself, such as ``loss``.
+        UsageError: A value has another type, or the log itself uses the name, such as ``loss``.
 
     Example:
         >>> def loss(model, batch):

@@ -1,1 +1,1 @@
-"""Optimizers: parameter groups, those of torch and of Trainwright, and optimizer offload."""
+"""Parameter groups, the optimizers of torch and of Trainwright, and optimizer offload."""

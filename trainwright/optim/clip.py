@@ -58,7 +58,7 @@ class GradientClip:
 def global_norm(grads: list[Tensor]) -> Tensor:
     """Return the 0-d norm of the norms, bit-identical to torch.nn.utils.get_total_norm. ``grads`` must not be empty.
 
-    For divided gradients it is the norm of the full ones, and every rank must call this.
+    For divided gradients it is the norm of the full gradients, and every rank must call this function.
     """
     if _are_uniform(grads):  # then none is divided
         norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))

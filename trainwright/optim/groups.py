@@ -61,19 +61,20 @@ def param_groups(
     rules: Sequence[GroupRule] = (),
     role_of: Callable[[nn.Parameter], Role] | None = None,
 ) -> list[Group]:
-    """Return the trainable parameters of ``model`` in groups of one (lr, weight_decay, role), each with a ``name``.
+    """Return the trainable parameters of ``model`` in groups with equal (lr, weight_decay, role). Each has a ``name``.
 
-    Without rules and roles that is one group, as in ``Optimizer(model.parameters())``. If ``lr`` or ``weight_decay`` is
+    Without rules and roles this is one group, as in ``Optimizer(model.parameters())``. If ``lr`` or ``weight_decay`` is
     None, groups omit it and the optimizer's default applies. Parameters that are sharded and parameters that are not
-    have separate groups, and so has each device mesh.
+    have separate groups, and each device mesh has its own.
 
-    With ``decay_norms_and_biases=False``, parameters with fewer than two dimensions and those of norm modules do not
+    With ``decay_norms_and_biases=False``, parameters with fewer than two dimensions and parameters of norms do not
     decay. Embeddings and the output head do, as in GPT-2 and nanoGPT. The first rule that matches one of a parameter's
     names applies; a tied parameter has several names and is in one group. Parameters keep the model's order. Groups are
     ordered by their first parameter. Frozen parameters are left out.
 
     In a muP model (``fan_in_ratios()``, as in ``models.gpt``) the learning rate of a weight is divided by the ratio of
-    its fan-in to that in the base model. Its weight decay is multiplied by it, because AdamW multiplies the two.
+    its fan-in to its fan-in in the base model. Its weight decay is multiplied by this ratio, because AdamW multiplies
+    learning rate and weight decay.
 
     Raises:
         UsageError: Nothing is trainable, a rule matches no trainable parameter, or a rule scales a learning rate that

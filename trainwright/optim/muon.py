@@ -1,6 +1,6 @@
 """Muon: momentum with the update of each hidden matrix orthogonalized; all other parameters get AdamW.
 
-Both are in one optimizer, so that one schedule, one state_dict and one guard apply to them.
+Muon and AdamW are in one optimizer, so that one schedule, one state_dict and one guard apply to both.
 """
 
 from __future__ import annotations
@@ -240,9 +240,9 @@ def muon_groups(
 
 
 def groups_of_recipe(model: nn.Module, args: dict[str, Any], **shared: Unpack[GroupSettings]) -> list[Group]:
-    """Return ``muon_groups`` for the arguments of a recipe. Removes from ``args`` what is for the groups only.
+    """Return the ``muon_groups`` of a recipe. Removes the arguments for the groups from ``args``.
 
-    ``adjust_lr="match_rms_adamw"`` is designed for one learning rate, so ``adamw_lr`` is ``lr`` then.
+    ``adjust_lr="match_rms_adamw"`` is designed for one learning rate, so ``adamw_lr`` is then ``lr`` by default.
     """
     names = {"adamw_lr": "lr", "adamw_betas": "betas", "adamw_eps": "eps"}
     adamw = {names[arg]: args.pop(arg) for arg in names if arg in args}

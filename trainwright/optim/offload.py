@@ -1,6 +1,6 @@
 """Optimizer offload: optimizer state and update are on the host; the device holds only weights and gradients.
 
-The update is that of the optimizer (J. Ren et al. 2021, "ZeRO-Offload", arXiv:2101.06840). A step copies 4 bytes per
+The optimizer's update is unchanged (J. Ren et al. 2021, "ZeRO-Offload", arXiv:2101.06840). A step copies 4 bytes per
 trained fp32 weight to the host, updates, and copies 4 bytes back, in sequence. Not tested on a GPU so far.
 """
 
@@ -30,7 +30,7 @@ _WIDE_DTYPES = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 def offloaded(factory: Callable[..., Optimizer]) -> type[Offloaded]:
     """Return an optimizer class that does what ``factory`` does, in host memory.
 
-    Its instances have the class name of the wrapped optimizer. Checkpoints identify an optimizer by it, so a run may be
+    Its name is the class name of the wrapped optimizer. Checkpoints identify optimizers by this name, so a run may be
     continued with or without offload.
     """
     return type(getattr(factory, "__name__", "Offloaded"), (Offloaded,), {"factory": staticmethod(factory)})
@@ -112,7 +112,7 @@ class Offloaded(Optimizer):
         return {**super().__getstate__(), **own}
 
     def _host_copies(self, parameters: Sequence[Tensor]) -> list[nn.Parameter]:
-        """Return the copies of the parameters; create those that are missing."""
+        """Return the copies of the parameters; create missing copies."""
         new = [parameter for parameter in parameters if parameter not in self._hosts]
         pieces = {on_gpu: _Pieces(new, pinned=on_gpu) for on_gpu in {p.device.type == "cuda" for p in new}}
         for parameter in new:
@@ -149,7 +149,7 @@ class Offloaded(Optimizer):
             self._arrived[device] = torch.cuda.current_stream(device).record_event()
 
     def _lend_state(self) -> None:
-        """Pass options and state to the wrapped optimizer. Schedules and loading change only those of this object."""
+        """Pass options and state to the wrapped optimizer, because schedules and loading change only this object."""
         assert self._inner is not None
         for mine, inside in zip(self.param_groups, self._inner.param_groups, strict=True):
             inside.update({key: value for key, value in mine.items() if key != "params"})
@@ -181,8 +181,7 @@ class Offloaded(Optimizer):
 class _Host:
     """The copy of one parameter. ``landing`` is the buffer through which a 16-bit weight is copied.
 
-    ``version``, ``pointer`` and ``bits`` (0-d, on the device) are those of the parameter when it last equalled the
-    copy.
+    ``version``, ``pointer`` and ``bits`` (0-d, on the device) describe the parameter when it last equalled the copy.
     """
 
     weight: nn.Parameter

@@ -209,7 +209,7 @@ class AdamW8bit(_QuantizedAdamW):
 class AdamW4bit(_QuantizedAdamW):
     """AdamW with moments of 4 bits, as ``torchao.optim.AdamW4bit`` computes it.
 
-    Li et al. 2023, "Memory Efficient Optimizers with 4-bit States", arXiv 2309.01507. The arguments are those of
+    Li et al. 2023, "Memory Efficient Optimizers with 4-bit States", arXiv 2309.01507. The arguments are the same as for
     ``AdamW8bit``.
     """
 

@@ -304,8 +304,8 @@ def wrong_args(name: str, args: Iterable[str]) -> list[Problem]:
 class SwaSchedule(SteppedSchedule):
     """``base`` up to and including the step of the first average; then SWALR, stepped after each average.
 
-    SWALR starts at the last learning rates of ``base``. ``lr`` is that of the first parameter group; the others keep
-    their ratio to it.
+    SWALR starts at the last learning rates of ``base``. ``lr`` applies to the first parameter group; the learning rates
+    of the others keep their ratio to it.
     """
 
     def __init__(

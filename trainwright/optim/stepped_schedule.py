@@ -156,7 +156,7 @@ def unchanged(step: int, fraction: float) -> None:
 
 
 def convert_schedule(given: object, optimizer: Optimizer, every: int) -> ScheduleFn | SteppedSchedule:
-    """Convert a user's schedule: schedulers of torch, a factory of one for an optimizer, or a function of the step.
+    """Convert a user's schedule: schedulers of torch, a function from an optimizer to schedulers or of the step.
 
     Raises:
         UsageError: Any other object, or a scheduler of another optimizer.

@@ -114,7 +114,7 @@ class ObjectArguments(NamedTuple):
     Attributes:
         optimizer: The optimizer; None if the recipe names it.
         schedule: The schedule; None if the recipe names it.
-        sections: Recipe sections that describe them.
+        sections: Recipe sections that describe the passed objects.
         may_set: For each section, the keys that ``settings`` may still set; None: all but ``use``.
     """
 
@@ -342,7 +342,7 @@ NO_FUNCTION = Rebuild(None, "model, data and loss were passed as objects, and no
 
 
 class FitArguments(NamedTuple):
-    """The arguments of ``tw.fit`` that a function returned, merged with those of the call."""
+    """The arguments of ``tw.fit`` that a function returned, merged with the arguments of the call."""
 
     model: nn.Module
     data: object

@@ -104,8 +104,8 @@ def _mode_in(settled: Any) -> str | None:
 def _candidates(job: Job) -> list[str]:
     """Return the modes that can differ here, the default first.
 
-    The modes with CUDA graphs overwrite the outputs of a step in the next one. The recorder of the doctor keeps
-    outputs, and ``graphs`` captures the step itself.
+    The modes with CUDA graphs overwrite the outputs of a step in the next step. The doctor's recorder keeps outputs,
+    and ``graphs`` captures the step itself.
     """
     has_graphs = job.device.type == "cuda" and not job.recipe.graphs and not has_doctor(job)
     return ["default", "max-autotune-no-cudagraphs", *(["reduce-overhead", "max-autotune"] if has_graphs else [])]

@@ -185,7 +185,7 @@ def _with_custom_objects(plan: Plan, recipe: Recipe, state: TrainState, schedule
 
 
 def _make_observers(parts: Parts, loaded: Loaded, state: TrainState) -> tuple[Observer, ...]:
-    """Return the observers passed in Python, then those of the recipe. Adds those with a state to the run's state."""
+    """Return the observers passed in Python, then the recipe's. Adds observers with a state to the run's state."""
     observers = [*map(as_observer, parts.custom.observers), *_recipe_observers(loaded)]
     for number, each in enumerate(observers):
         _require_validation(each, loaded.recipe, type(each).__name__)

@@ -112,7 +112,7 @@ def fit(
 ) -> Result:
     """Train ``model`` in place and write a run folder.
 
-    Defaults do not change the mathematics. With an optimizer, the steps are those of the loop
+    Defaults do not change the mathematics. With an optimizer, the steps are the same as in the loop
     ``for batch in data: optimizer.zero_grad(); loss(...).backward(); optimizer.step()``, except that an update with
     non-finite gradients is skipped. A run first prints every setting and its origin (the call, a default, the plan).
     docs/how-to/train-your-model.md has the table of defaults. ``tw.verify_plain`` compares ``fit`` with the loop.
@@ -166,8 +166,8 @@ def fit(
         accept: The recipe path or paths, such as ``"optimizer.lr"``, at which a difference to that run is accepted.
         metrics: Metrics over the full validation set, and over the training batches since the previous log record:
             names such as ``["accuracy", "f1"]`` (docs/reference/catalog.md lists them), or a mapping from names to
-            objects with ``update(outputs, targets)``, ``compute()`` and ``reset()``, such as those of
-            ``torchmetrics``, or to functions of all outputs and all targets.
+            objects with ``update(outputs, targets)``, ``compute()`` and ``reset()``, such as ``torchmetrics`` has, or
+            to functions of all outputs and all targets.
         observers: Functions of ``(result, state)``, or objects whose ``observe(result, state)`` is called after each
             step, and whose ``close()``, if defined, is called at the end. Returning a ``tw.Stop`` ends the run.
         restore_best: Load the weights of the best validation into the model at the end.

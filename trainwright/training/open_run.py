@@ -583,8 +583,8 @@ def _output_grad_observer(stats: OutputGradStats, logbook: Logbook) -> OutputGra
 def _layer_observers(job: Job, logbook: Logbook | None) -> Iterator[LayerObserver]:
     """Yield the observer of statistics by layer, or nothing for a pipeline, whose stages have different layers.
 
-    If ranks have full copies, only the first rank measures. Its gradients and updates are those of all ranks, its
-    activations those of its own samples. If ranks divide the weights, all of them measure their parts in the same
+    If ranks have full copies, only the first rank measures. Its gradients and updates are the same on all ranks, but
+    its activations are of its own samples. If ranks divide the weights, all of them measure their parts in the same
     steps. A compiled model is not hooked, because that would compile it again.
     """
     in_parts = job.divides_weights

@@ -56,7 +56,7 @@ CPU = torch.device("cpu")
 def all_problems_reported(loaded: Loaded, parts: Parts | None = None, ranks: int = 1) -> Iterator[None]:
     """Add all other problems of the recipe to a RecipeError that is raised inside.
 
-    ``parts`` are live objects instead of those that the recipe names.
+    ``parts`` are live objects that replace the objects named by the recipe.
     """
     try:
         yield

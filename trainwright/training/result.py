@@ -38,7 +38,7 @@ class Ending:
         evaluated: The last evaluation.
         saved: True if the last state is on disk.
         again: The command that continues the run.
-        longer: The option that doubles its length, appended to ``again``.
+        longer: The option that doubles the length of the run, appended to ``again``.
     """
 
     ended: Ended
@@ -86,13 +86,13 @@ class Result:
     Attributes:
         run: The run folder.
         ending: How the run ended: "finished", "stopped", "data_exhausted" or "failed".
-        reason: Why it was stopped, else "".
+        reason: Why the run was stopped, else "".
         step: Optimizer steps taken.
         loss: The last training loss.
         val_loss: The last validation loss.
         skipped: Number of updates that were not applied: non-finite gradients, nothing counted, or a gradient spike.
-        exit_code: 1 if the end of the run is not saved, else that of the Stop that ended it (75 for a signal), else 3
-            for a critical finding, else 0.
+        exit_code: 1 if the end of the run is not saved, else the exit code of the Stop that ended it (75 for a signal),
+            else 3 for a critical finding, else 0.
         metrics: The last validation metrics by name.
         state: The live state, including the average of the weights (``state.ema``).
         findings: The findings of the doctor.

@@ -80,7 +80,7 @@ class Earlier:
 
     Attributes:
         folder: The run folder.
-        lock: The lock on it. A rank other than the first has none, and changes nothing in the folder.
+        lock: The lock on the folder. Ranks other than the first have none, and change nothing in the folder.
         checkpoint: The checkpoint; None if the run ended before its first save. The run then starts at step 0 with the
             same choices.
         run_metadata: Recipe, plan and provenance of the earlier part.
@@ -305,7 +305,7 @@ def _metadata_of_folder(folder: RunFolder) -> dict[str, Any]:
 
 
 def resume_command(folder: RunFolder, *, live: bool = False) -> str:
-    """Return the command that resumes a run, or that starts it from step 0 if nothing of it can be resumed."""
+    """Return the command that resumes a run, or that starts it from step 0 if nothing can be resumed."""
     if live:
         return f"tw.fit(..., resume={str(folder.path)!r})"
     if _has_metadata(folder) or (folder.checkpoints.is_dir() and checkpoints(folder.checkpoints, identity_of(folder))):

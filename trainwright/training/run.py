@@ -80,7 +80,7 @@ def train(
 
     Args:
         loaded: The recipe.
-        parts: Live objects instead of those that the recipe names.
+        parts: Live objects that replace the objects named by the recipe.
         resume: The run folder to resume from.
         accept: Recipe paths of accepted differences to the earlier part of the run.
         console: The output; by default the terminal.
@@ -276,10 +276,10 @@ def _locked(folder: RunFolder, signals: Signals) -> Iterator[RunLock]:
 
 @contextmanager
 def process_settings(*, seeds: bool = True) -> Iterator[None]:
-    """Restore process settings that a run changes: those of torch, and the random generators if the run ``seeds`` them.
+    """Restore process settings that a run changes: torch's, and the random generators if the run ``seeds`` them.
 
-    A run that does not seed them leaves them in their state after training, as a plain loop does. Within the block, a
-    crash prints the Python stack.
+    A run that does not seed the generators leaves them in their state after training, as a plain loop does. Within the
+    block, a crash prints the Python stack.
     """
     names_crashes = faulthandler.is_enabled()
     if not names_crashes:
