@@ -1,6 +1,6 @@
 """Prepares a run: from a recipe to a Job, which holds everything before the first step. Nothing is trained here.
 
-``prepare`` goes through these stages. Each is a function that makes a new value from those of earlier stages:
+``prepare`` goes through these stages. Each is a function that makes a new value from the values of earlier stages:
 
     find_hardware    the machine and the device of this rank
     decide           the recipe with all open settings decided
@@ -102,7 +102,7 @@ class Request:
     """The request for a run, as its caller passes it.
 
     Attributes:
-        parts: Live objects instead of those that the recipe names.
+        parts: Live objects that replace the objects named by the recipe.
         earlier: The earlier part of a resumed run.
         world: All ranks.
         launch: How this process was started.
@@ -158,13 +158,13 @@ def prepare(
 ) -> Job:
     """Build and plan a run and do a dry run. Nothing is trained. Seeds or restores the random generators.
 
-    With several ranks, the plan and all decisions are those of the first one. The dry run takes the batch of the first
-    step, because a stream can be read only once. Measurements and choices of an ``earlier`` part of the run are kept,
-    because other ones would change the last bits of the results.
+    With several ranks, the first rank makes the plan and all decisions. The dry run takes the batch of the first step,
+    because a stream can be read only once. Measurements and choices of an ``earlier`` part of the run are kept, because
+    other ones would change the last bits of the results.
 
     Args:
         loaded: The recipe.
-        parts: Live objects instead of those that the recipe names.
+        parts: Live objects that replace the objects named by the recipe.
         earlier: The earlier part of a resumed run.
         world: All ranks.
         launch: How this process was started.
@@ -228,7 +228,7 @@ def decide(loaded: Loaded, request: Request, hardware: Hardware) -> Resolved:
 
 
 def make_parts(resolved: Resolved, request: Request, hardware: Hardware) -> Parts:
-    """Return model, data sets and loss: the passed objects, or those that the recipe names."""
+    """Return model, data sets and loss: the passed objects, or the objects named by the recipe."""
     if request.parts is None:
         return build_parts(resolved.loaded, hardware.device, resolved.planned)
     if request.parts.prepared:
@@ -518,21 +518,21 @@ class DryRunPlan(NamedTuple):
 def measure(job: Job, data: OpenedData, facts: RunFacts, kept: ResumedValues, asked: str | None) -> Job:
     """Return the job with the measurements of a dry run of its first batch. Its state is unchanged.
 
-    All ranks that compute together must call it. If ranks compute independently, only the first one measures.
+    All ranks that compute together must call it. If ranks compute independently, only the first rank measures.
 
     Args:
         job: The planned job.
         data: The opened training data.
         facts: Facts about model, data and machine that the plan was made from.
         kept: The values that a resumed run keeps from its earlier plan.
-        asked: The precision in the recipe, None if it is not set; in a resumed run the one that was decided.
+        asked: The precision in the recipe, None if it is not set; in a resumed run the precision decided before.
     """
     if job.world.rank > 0 and not job.divides_weights:
         return job
     tried = _with_dry_run(job, facts, data.first, asked)
     reading, batches = _reading(job, data, tried.plan)
     timed = _with_times(replace(job, plan=tried.plan), reading, kept)
-    if job.state.step:  # the run is resumed, so the loss of the dry run is not that of the initial weights
+    if job.state.step:  # the run is resumed, so the dry run did not measure the loss of the initial weights
         timed = Timed(
             replace(timed.plan, predicted=replace(timed.plan.predicted, initial_loss=None)), timed.evaluation_cost
         )
@@ -541,7 +541,7 @@ def measure(job: Job, data: OpenedData, facts: RunFacts, kept: ResumedValues, as
 
 
 def _reading(job: Job, data: OpenedData, plan: Plan) -> tuple[ReadingPace, Iterator[StepBatch]]:
-    """Return the wait for data per step, and the stream of batches including those read for the measurement."""
+    """Return the wait for data per step, and the stream of batches including batches read for the measurement."""
     if not data.reads_in_workers:
         return pace_of_first(data), job.batches
     if data.depends_on_training or plan.predicted.step_s is None:
@@ -702,7 +702,7 @@ def _examination_seconds(plan: Plan, job: Job) -> dict[str, float]:
 
 
 def copy_first_weights(model: nn.Module, loss: object, world: World) -> None:
-    """Copy weights and buffers of the first rank to all ranks, including those of a ``loss`` that is a module.
+    """Copy weights and buffers of the first rank to all ranks, also of a ``loss`` that is a module.
 
     Raises UsageError if the model synchronizes ranks itself (DistributedDataParallel, SyncBatchNorm).
     """
@@ -718,7 +718,7 @@ def copy_first_weights(model: nn.Module, loss: object, world: World) -> None:
 def require_same_data(world: World, data: Mapping[str, str]) -> None:
     """Raise DataError if the data fingerprints in ``data`` differ between ranks.
 
-    A fingerprint of a partly read dataset is not compared with one of a fully read dataset.
+    Fingerprints are not compared if one dataset was read in full and the other in part.
     """
     prints = world.collect(dict(data))
     for name, first in prints[0].items():
