@@ -180,7 +180,7 @@ class CheckpointedForward:
     def _restored(self) -> Iterator[None]:
         """Context with the buffers and generators of the first run. Afterwards restores the current values.
 
-        Buffers are replaced, not written to: autograd may have saved the current tensors.
+        Buffers are replaced, not written to, because autograd may have saved the current tensors.
         """
         live, generators = [_value(module, name) for module, name, _ in self._buffers], _host_generators()
         for module, name, value in self._buffers:

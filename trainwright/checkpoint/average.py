@@ -150,7 +150,7 @@ class Swa(WeightAverage):
         if step < self.start or (step - self.start) % self.every:
             return
         shadow, live = locals_of(self.shadow[name] for name in self._live), locals_of(self._live.values())
-        # a tensor, as in AveragedModel: a plain number gives other last bits in float64
+        # a tensor, as in AveragedModel, because a plain number gives other last bits in float64
         count = torch.tensor(self.num_updates, device="cpu")
         if self.num_updates == 0:
             torch._foreach_copy_(shadow, live)

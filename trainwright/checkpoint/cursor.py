@@ -191,13 +191,14 @@ def count_tokens(data: Any) -> int:
     """Return the number of token ids in the inputs of a batch; 0 for other inputs.
 
     Token ids are int32 or int64 tensors of two dimensions. ``input_ids`` of a mapping may have any number of
-    dimensions. In a tuple or list the first tensor of two or more dimensions is the input: later integers are targets,
-    such as the classes of pixels. A mapping has no order, so any of its tensors except ``labels`` may be the input.
+    dimensions. In a tuple or list the first tensor of two or more dimensions is the input, because later integers are
+    targets, such as the classes of pixels. A mapping has no order, so any of its tensors except ``labels`` may be the
+    input.
     """
     if isinstance(data, Tensor):
         return data.numel() if data.dim() == 2 and data.dtype in (torch.int32, torch.int64) else 0
     if isinstance(data, tuple | list):
-        for each in data:  # runs in each step: next() of a generator takes twice the time
+        for each in data:  # runs in each step, and next() of a generator takes twice the time
             if (number := count_tokens(each)) or (isinstance(each, Tensor) and each.dim() >= 2):
                 return number
         return 0

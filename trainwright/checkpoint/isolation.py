@@ -44,8 +44,8 @@ def not_compiled() -> Iterator[None]:
     """Context in which compiled code runs uncompiled, in all threads.
 
     Compilation writes files, and would include the hooks and modes of a dry run or a replay. The setting of torch is
-    global, so it is restored when the last thread leaves such a context: a thread that restored the value found on
-    entry might restore what another thread had set.
+    global, so it is restored when the last thread leaves such a context. If each thread restored the value that it
+    found, one could restore a setting made by another.
     """
     if "torch._dynamo" not in sys.modules:  # nothing is compiled, and the import takes a second
         yield

@@ -61,8 +61,8 @@ def write_manifest(
     """List all files of ``folder`` and make them and the manifest durable (fsync). Return the total number of bytes.
 
     ``best`` holds the metric and value by which the state is the best so far; ``run`` is the identity of the run.
-    ``durable`` are files that other ranks wrote and have made durable: they are not read here.
-    ``frozen`` is the hash of the weights in frozen.safetensors.
+    ``durable`` are files that other ranks wrote and have made durable, so they are not read here. ``frozen`` is the
+    hash of the weights in frozen.safetensors.
     """
     written = durable or {}
     own = {path.name: file_entry(path) for path in sorted(folder.iterdir()) if path.name not in (NAME, *written)}
@@ -212,7 +212,7 @@ def file_entry(path: Path) -> FileEntry:
 
 
 def _matches(path: Path, expected: Tree) -> bool:
-    """Return True if a file matches its entry. The size is compared first: a replaced file may be endless."""
+    """Return True if a file matches its entry. The size is compared first, because a replaced file may be endless."""
     with open_file(path, follow_links=True) as file:
         size = os.fstat(file.fileno()).st_size
     return isinstance(expected, dict) and size == expected.get("bytes") and file_entry(path) == expected

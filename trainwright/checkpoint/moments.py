@@ -94,7 +94,7 @@ def _divided(saved: Tree, parameter: Tensor) -> Tree:
 def _as_saved(loaded: Tree, saved: Tree, parameter: Tensor) -> Tree:
     """Return the saved state in its saved dtype, on the device to which torch loaded it.
 
-    torch casts the state to the dtype of its parameter, and a file does not store the memory layout: fused kernels
+    torch casts the state to the dtype of its parameter, and a file does not store the memory layout, but fused kernels
     expect moments with the strides of their parameter. The result is a copy, so that no file stays mapped into memory.
     """
     if isinstance(saved, Tensor):

@@ -1,7 +1,7 @@
 """All random number generators that training draws from: Python's, NumPy's, and torch's on CPU and CUDA.
 
-The states of Python's and NumPy's Mersenne Twister are read from memory: a copy takes 0.3 and 1 us, ``random.getstate``
-20 us and ``MT19937.state`` 25 us.
+The states of Python's and NumPy's Mersenne Twister are read from memory, because a copy takes 0.3 and 1 us, but
+``random.getstate`` 20 us and ``MT19937.state`` 25 us.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def seed_all(seed: int) -> None:
 
 
 def reseed(seed: int) -> None:
-    """Seed the generators in use: fast enough for each sample (10 us instead of 200 us for ``seed_all``)."""
+    """Seed the generators in use. Fast enough for each sample (10 us instead of 200 us for ``seed_all``)."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)

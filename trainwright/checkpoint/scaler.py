@@ -7,7 +7,7 @@ from torch import Tensor
 
 from trainwright.checkpoint.codec import StateDict
 
-MIN_SCALE = 2.0**-14  # the reciprocal of a denormal scale is inf: every later step would be skipped
+MIN_SCALE = 2.0**-14  # the reciprocal of a denormal scale is inf, so every later step would be skipped
 
 
 class LossScaler:

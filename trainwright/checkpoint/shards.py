@@ -62,7 +62,7 @@ def divides_layers(model: nn.Module) -> bool:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free the full weights that remain after a forward pass without a backward pass: they may be out of date."""
+    """Free the full weights left by a forward pass without a backward pass, because they may be out of date."""
     for unit in units(model):
         unit.reshard()
 
@@ -112,7 +112,7 @@ def _local_box(tensor: DTensor) -> Box:
 
     mesh = tensor.device_mesh
     box = [(0, size) for size in tensor.shape]
-    # FSDP divides the parts that tensor parallelism makes, and marks its placement as strided: its axis comes last
+    # FSDP divides the parts that tensor parallelism makes, and marks its placement as strided, so its axis is last
     for axis in sorted(range(mesh.ndim), key=lambda axis: isinstance(tensor.placements[axis], _StridedShard)):
         placement = tensor.placements[axis]
         if not placement.is_replicate():

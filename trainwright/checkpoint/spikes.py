@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 WARMUP_STEPS, WINDOW_STEPS, MAX_CONSECUTIVE_SPIKES = 16, 64, 4
 """Steps before the first median; norms in the median; consecutive spikes after which the new level is accepted."""
 MIN_SPIKE_DEVIATIONS = 6.0
-"""Minimum distance of a spike from the median, in standard deviations of the logarithms: norms of a noisy run vary by
+"""Minimum distance of a spike from the median, in standard deviations of the logarithms. Norms of a noisy run vary by
 more than any fixed factor (policy gradients, likelihoods of densities).
 """
 MIN_RATIO_TO_WINDOW = 2.0

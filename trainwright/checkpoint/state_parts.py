@@ -389,7 +389,7 @@ def _write_generator(owner: Any, state: Any) -> None:
 
 
 class TensorData(StatePart):
-    """The elements of a tensor and its autograd metadata: autograd must not notice that the elements were written."""
+    """The elements of a tensor and its autograd metadata. Autograd must not notice that the elements were written."""
 
     def __init__(self, owner: Tensor) -> None:
         self.owner = owner

@@ -115,8 +115,8 @@ def set_aside_newer(folder: Path, resumed: Path, run: str = "") -> list[Path]:
     """Rename the checkpoints that are newer than ``resumed``, none of which verifies. Returns their new paths.
 
     Otherwise ``prune`` would later count them among the newest, and delete intact checkpoints. A folder without a
-    manifest is not renamed: another program may have written it. The pointer to the best checkpoint is removed if the
-    best checkpoint is newer than ``resumed``.
+    manifest is not renamed, because another program may have written it. The pointer to the best checkpoint is removed
+    if the best checkpoint is newer than ``resumed``.
     """
     found, best = checkpoints(folder, run), _pointed_to(folder)
     if best and best.step > (step_of(resumed) or 0):

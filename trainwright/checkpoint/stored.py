@@ -68,7 +68,7 @@ def do_overlap(parts: Sequence[TensorPart]) -> bool:
     boxes = {tuple(part.box) for part in parts if all(length for _, length in part.box)}
     axes = [sorted(set(axis)) for axis in zip(*boxes)]
     if all(begin + length <= after for axis in axes for (begin, length), (after, _) in pairwise(axis)):
-        # the parts form a grid, as torch divides tensors: they overlap only if two are equal
+        # the parts form a grid, as torch divides tensors, so they overlap only if two are equal
         return len(boxes) < sum(all(length for _, length in part.box) for part in parts)
     return len(boxes) > MAX_IRREGULAR_PARTS or any(
         all(max(b, c) < min(b + m, c + n) for (b, m), (c, n) in zip(one, other))

@@ -40,7 +40,7 @@ def samples_at_fault(samples: Sequence[Sample], collate: Collate) -> dict[int, s
     alone = [at for at, sample in enumerate(samples) if not _collates([sample], collate)]
     found = {at: f"it is {_form(samples[at])}" for at in alone} or _of_another_form(samples)
     rest = [sample for at, sample in enumerate(samples) if at not in found]
-    if not rest:  # each fails alone: the collate function is at fault, unless there was nothing to collate
+    if not rest:  # each fails alone, so the collate function is at fault, unless there was nothing to collate
         return {at: why for at, why in found.items() if samples[at] is None}
     return found if _collates(rest, collate) else {}
 

@@ -133,7 +133,8 @@ def _forked(place: mmap.mmap) -> int:
 def try_in_fork(dataset: Indexed, positions: Iterable[int], *, limit_s: float) -> int:
     """Read these samples in a forked process, and return how many it had read within ``limit_s``.
 
-    Their errors are ignored: the caller reads them again. Raises DataError if one of them terminates that process.
+    Errors are ignored, because the caller reads the samples again. Raises DataError if one of them terminates that
+    process.
     """
 
     def read(begin: Begin) -> Iterator[None]:
@@ -175,7 +176,7 @@ def _run_reader(read: Callable[[Begin], Iterator[T]], place: mmap.mmap, fd: int,
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles tensors as arrays: torch takes 50 times as long for each, and writes the full storage of a view."""
+    """Pickles tensors as arrays, because torch takes 50 times as long, and writes the full storage of a view."""
 
     def reducer_override(self, value: object) -> Any:
         if type(value) is not torch.Tensor:

@@ -40,9 +40,9 @@ def seeded(seed: int) -> Iterator[None]:
 class UserGenerators:
     """The states of the global generators for one pass of the user's iterator.
 
-    This is a context that is entered for each batch: inside, the global generators continue from the last draw of the
-    pass. Python's state is copied as memory, and NumPy's generator is exchanged: tuples and arrays would take 180 us
-    per batch. The normal number that ``np.random.randn`` has cached is lost, at the same place in each run.
+    This is a context that is entered for each batch. Inside, the global generators continue from the last draw of the
+    pass. Python's state is copied as memory, and NumPy's generator is exchanged, because tuples and arrays would take
+    180 us per batch. The normal number that ``np.random.randn`` has cached is lost, at the same place in each run.
     """
 
     def __init__(self, seed: int) -> None:
@@ -146,7 +146,7 @@ class HeldGenerators:
         return tuple(_state_of(each) for each in self._generators)
 
     def restore(self, states: Sequence[Tree]) -> None:
-        """Restore states that ``read`` returned. Extra states or generators are ignored: the loader has changed."""
+        """Restore states that ``read`` returned. Ignores extra states or generators; the loader has then changed."""
         for each, state in zip(self._generators, states):
             _restore(each, state)
 

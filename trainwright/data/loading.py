@@ -388,7 +388,7 @@ def _workers(loading: Loading) -> Workers:
 
 
 def _one_worker(loading: Loading) -> Workers:
-    """Return settings with one worker: each further worker would also read sequential data completely."""
+    """Return settings with one worker, because each further worker would also read sequential data completely."""
     return _workers(replace(loading, workers=1))
 
 

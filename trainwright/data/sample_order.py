@@ -31,10 +31,10 @@ UINT64_MASK = 2**64 - 1
 def epoch_order(size: int, *, seed: int, epoch: int, shuffle: bool = True) -> NDArray[np.int64]:
     """Return the positions 0 .. size-1, each once, shuffled by a counter-based generator with the key (seed, epoch).
 
-    The order is the same on every platform and in every version of NumPy: it sorts raw words of Philox-4x64, the part
-    of numpy.random that its policy (NEP 19) freezes. ``Generator.permutation`` takes a quarter of the time (0.03 s
-    instead of 0.13 s for a million samples on one CPU core) but may change between releases, and a resumed run would
-    get another order within an epoch. Ties among 64-bit words keep their order. No global generator is used.
+    The order is the same on every platform and in every version of NumPy, because it sorts raw words of Philox-4x64,
+    the part of numpy.random that its policy (NEP 19) freezes. ``Generator.permutation`` takes a quarter of the time
+    (0.03 s instead of 0.13 s for a million samples on one CPU core) but may change between releases, and a resumed run
+    would get another order within an epoch. Ties among 64-bit words keep their order. No global generator is used.
     """
     if not shuffle:
         return np.arange(size, dtype=np.int64)
@@ -141,7 +141,7 @@ class LoaderOrder(UserOrder):
 
     ``iter(loader)`` and the first item are drawn from the random generators of the process, which training also uses,
     and from the generators of loader and sampler. These draws determine the full order of torch's samplers, and of all
-    that draw a permutation first. Later draws of a sampler use a copy of the generators: otherwise a resume could not
+    that draw a permutation first. Later draws of a sampler use a copy of the generators. Otherwise a resume could not
     draw them again, because training continues meanwhile.
     """
 
@@ -194,7 +194,8 @@ class LoaderOrder(UserOrder):
 
 
 def _copied(sampler: _Sampler) -> _Sampler:
-    """Copy a sampler and its mutable state: a trial must not count as an epoch, nor shuffle a list of the sampler.
+    """Copy a sampler and its mutable state, because a trial must not count as an epoch, nor shuffle a list of the
+    sampler.
 
     The dataset is not copied. An iterator, which cannot be copied, is returned itself.
     """

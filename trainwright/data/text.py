@@ -78,11 +78,11 @@ class CharText(Dataset[tuple[Tensor, Tensor]]):
         return window[:-1], window[1:]
 
     def fetch_batch(self, indices: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """Return the batch (x_BT, y_BT) of these samples by one gather: equals ``default_collate`` of the items."""
+        """Return the batch (x_BT, y_BT) of these samples by one gather. Equals ``default_collate`` of the items."""
         starts_B = torch.from_numpy(np.asarray(indices, dtype=np.int64)) * self.stride
         positions_BT = starts_B[:, None] + torch.arange(self.sample_tokens + 1, device="cpu")
         window_BT = self._ids[positions_BT].long()
-        # contiguous, as from default_collate: the flatten of the loss would copy a view of T+1 columns anyway
+        # contiguous, as from default_collate, because the flatten of the loss would copy a view of T+1 columns anyway
         return window_BT[:, :-1].contiguous(), window_BT[:, 1:].contiguous()
 
     def encode(self, text: str) -> list[int]:

@@ -162,7 +162,7 @@ def _is_pipeline(data: object) -> bool:
 
 
 def _with_tensors(dataset: AnyDataset) -> AnyDataset:
-    """Set the format of a Hugging Face dataset to torch if it has none: else lists of numbers would become columns."""
+    """Set the format of a Hugging Face dataset to torch unless it has one. Otherwise lists would become columns."""
     if not hasattr(dataset, "with_format"):
         return dataset
     has_format = dataset.format["type"] if hasattr(dataset, "format") else getattr(dataset, "_formatting", None)

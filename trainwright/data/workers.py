@@ -75,7 +75,7 @@ def read_in_workers(
     except GeneratorExit:
         raise
     except BaseException:
-        for worker in watch.workers:  # it may be stuck: torch would wait seconds for each to exit by itself
+        for worker in watch.workers:  # it may be stuck, and torch would wait seconds for each to exit by itself
             worker.terminate()
         raise
 
@@ -121,9 +121,9 @@ def _identity(batch: Batch) -> Batch:
 
 @contextmanager
 def preserved_sigchld() -> Iterator[None]:
-    """Keep torch from handling SIGCHLD: its handler raises anywhere in the trainer, even within a step.
+    """Keep torch from handling SIGCHLD, because its handler raises anywhere in the trainer, even within a step.
 
-    A dead worker is detected while the trainer waits for it: the state is complete there.
+    A dead worker is detected while the trainer waits for it, when the state is complete.
     """
     # torch sets no handler in another thread, nor on Windows
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGCHLD"):
@@ -221,7 +221,7 @@ def _named(ids: Sequence[int]) -> str:
 
 
 def _begin(trainer: int, how: Workers, in_progress: InProgress, worker: int) -> None:
-    """Put a worker into its own process group, so that Ctrl-C does not reach it: the run decides when to stop.
+    """Put a worker into its own process group, so that Ctrl-C does not reach it, because the run decides when to stop.
 
     Ends a worker whose trainer was killed before torch's watchdog started, because it would never end. (Not checked
     with a fork server, which is the parent of all workers.)

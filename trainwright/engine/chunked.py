@@ -1,8 +1,8 @@
-"""Linear layer and cross-entropy fused in one function, in chunks of rows: the full logits are never stored.
+"""Linear layer and cross-entropy fused in one function, in chunks of rows, so that the full logits are never stored.
 
 The forward pass also computes the gradients from the logits of each chunk (as in https://arxiv.org/abs/2410.10989), so
-no matmul is repeated. Under fp16 the backward pass computes logits and gradients again: the loss scale is known only
-there, and without it small gradients would become 0.
+no matmul is repeated. Under fp16 the backward pass computes logits and gradients again, because the loss scale is known
+only there, and without it small gradients would become 0.
 
 Shapes: N rows (tokens), D width, V vocabulary, C rows of a chunk.
 """

@@ -116,7 +116,7 @@ def evaluate(
         metrics.reset()
     begin_s = time.perf_counter()
     total: Tensor | float = 0.0
-    weight: Tensor | float = 0  # counts stay integers: exact beyond 2**24
+    weight: Tensor | float = 0  # counts stay integers, which are exact beyond 2**24
     sums: dict[str, Tensor | float] = {}
     with evaluating(model, loss), explaining(model), collecting(logged):
         for output in _outputs(loss_fn, model, batches, precision):

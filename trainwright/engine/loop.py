@@ -249,7 +249,7 @@ def run(
         observers = [as_observer(each) for each in observers]
         for observer in observers:
             closing.callback(getattr(observer, "close", lambda: None))
-        closing.push(saving.__exit__)  # runs first on exit: all saves reach the disk before signal handlers are removed
+        closing.push(saving.__exit__)  # runs first on exit, so that saves reach the disk before signal handlers go
         closing.enter_context(SaveOnOutOfMemory(state, saving))
         observe = [observer.observe for observer in observers]
         try:

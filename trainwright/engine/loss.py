@@ -173,7 +173,7 @@ def call_loss(loss_fn: LossFn, model: nn.Module, micro: MicroBatch, where: str) 
 
 @contextmanager
 def _uncounted(model: nn.Module) -> Iterator[None]:
-    """Context for a rank that has no samples left and repeats one: modules that count over all ranks must skip it."""
+    """Context in which modules that count over all ranks ignore the sample that a rank without samples repeats."""
     counting: list[Any] = [module for module in model.modules() if hasattr(module, "summed_over_ranks")]
     try:
         for module in counting:

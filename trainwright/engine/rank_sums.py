@@ -61,7 +61,7 @@ def as_number(value: Tensor | float, device: torch.device) -> Tensor:
 
 
 def share_buffers(state: TrainState, world: World) -> None:
-    """Copy the persistent buffers of model and loss from rank 0 to all ranks: each rank saw different samples."""
+    """Copy persistent buffers of model and loss from rank 0 to all ranks, because each rank saw different samples."""
     roots = [root for root in (state.model, state.loss) if root is not None]
     kept = [
         buffer
@@ -114,7 +114,7 @@ def settle_parts(optimizer: Optimizer) -> None:
 
 
 def of_all_ranks(batch: StepBatch) -> StepBatch:
-    """Return the samples of all ranks as one micro-batch: the rank that caused a skip is not known here."""
+    """Return the samples of all ranks as one micro-batch, because the rank that caused a skip is not known here."""
     return StepBatch((MicroBatch(None, batch.global_ids),), batch.cursor)
 
 

@@ -38,8 +38,9 @@ class Recovery:
     The first time memory runs out, it is freed and the same micro-batches are tried once more, because the heap may
     have been fragmented. Then they are halved. Before a single sample is given up, ``witness`` frees its memory.
 
-    The limit stays in the state and is never raised again: memory would run out again, and a resumed run must split its
-    batches as the first one did. A step that fits takes 5 us more, for the versions of the batch and the generators.
+    The limit stays in the state and is never raised again, because memory would run out again, and a resumed run must
+    split its batches as the first one did. A step that fits takes 5 us more, for the versions of the batch and the
+    generators.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class Recovery:
     ) -> tuple[OomSnapshot | None, tuple[T] | None]:
         """Run one attempt. On return the error is gone, and with it the frames that hold the tensors of the attempt.
 
-        If this is a retry (``again``), any other error ends the retries too: for example, BatchNorm rejects a single
+        If this is a retry (``again``), any other error ends the retries too. For example, BatchNorm rejects a single
         sample.
         """
         try:

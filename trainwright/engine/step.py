@@ -271,8 +271,8 @@ class _DeviceWork:
 def count_step(state: TrainState, batch: StepBatch, counted: Counted) -> None:
     """Add one step to the counters of the state.
 
-    ``counted`` must come from the batch before a retry splits it: for a list of samples, the token count depends on
-    how the samples are divided into micro-batches.
+    ``counted`` must come from the batch before a retry splits it, because for a list of samples, the token count
+    depends on how the samples are divided into micro-batches.
     """
     state.step += 1
     state.num_samples += counted.samples
@@ -366,11 +366,11 @@ def _passes(
 
 
 def _joint_passes(state: TrainState, batch: StepBatch, parts: _Parts) -> Accumulated:
-    """Run the passes of ranks that compute together: gradients flow between them, so all must divide by one number.
+    """Run the passes of ranks that compute together. Gradients flow between them, so all must divide by one number.
 
-    This number must be known before the first pass: the samples of the global batch. If all ranks have the same
-    samples, it is multiplied by the tokens per sample, which keeps fp16 gradients in range. Otherwise the ranks may
-    have different numbers of tokens.
+    This number must be known before the first pass, so it is the number of samples of the global batch. If all ranks
+    have the same samples, it is multiplied by the tokens per sample, which keeps fp16 gradients in range. Otherwise the
+    ranks may have different numbers of tokens.
     """
     parts.witness.gradients_are_cleared(state.optimizer)
     clear_grads(state.optimizer)

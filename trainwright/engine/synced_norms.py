@@ -1,7 +1,7 @@
 """BatchNorm with batch statistics over all ranks, as one process computes them from the full micro-batch.
 
-torch's SyncBatchNorm supports no CPU tensors. It also cannot exclude samples. That is needed in a short last batch: a
-rank that has no sample left computes with a copy of another rank's sample, which must not count twice. This
+torch's SyncBatchNorm supports no CPU tensors. It also cannot exclude samples. That is needed in a short last batch,
+where a rank that has no sample left computes with a copy of another rank's sample, which must not count twice. This
 implementation runs on any device.
 """
 

@@ -156,7 +156,7 @@ def wrong_args(name: str, args: Iterable[str]) -> Iterator[Problem]:
 
 
 def _implementation(name: str, model: nn.Module, given: Mapping[str, object]) -> dict[str, bool]:
-    """Return ``fused`` wherever torch supports it: a fixed rule, so that all starts of a recipe choose the same.
+    """Return ``fused`` wherever torch supports it. The rule is fixed, so that all starts of a recipe choose the same.
 
     The rule follows from measurements on two cores with torch 2.13, 7 to 30 interleaved rounds. AdamW, time of the full
     step relative to torch's default loop, foreach / fused:

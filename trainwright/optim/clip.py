@@ -77,7 +77,7 @@ def _are_uniform(grads: Sequence[Tensor]) -> bool:
     """Return True if torch would put all gradients into one group. torch's grouping takes longer than a small norm."""
     device, dtype = grads[0].device, grads[0].dtype
     same = [type(grad) is Tensor and grad.dtype == dtype and grad.device == device for grad in grads]
-    return False not in same  # runs in each step: all() of a generator takes twice the time
+    return False not in same  # runs in each step, and all() of a generator takes twice the time
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ from trainwright.optim.guarded import GuardedOptimizer, State, require_betas, re
 MIN_QUANTIZED_VALUES = 4096
 """Smaller tensors have unquantized moments, as in torchao and bitsandbytes."""
 CHUNK_VALUES = 2**20
-"""Values of a tensor that are updated together without compilation: each needs about 60 bytes of temporaries."""
+"""Values of a tensor that are updated together without compilation. Each needs about 60 bytes of temporaries."""
 MOMENTS = (("exp_avg", True), ("exp_avg_sq", False))
 """Name of each moment, and True if it has a sign."""
 
@@ -156,7 +156,7 @@ def _cached_table(values: tuple[float, ...], device: torch.device) -> Tensor:
 
 
 def _trace_fused_update(flat: Tensor, flat_grad: Tensor, state: State) -> None:
-    """Read and write the same memory as a compiled update: a plan for a GPU cannot trace a compiled kernel."""
+    """Read and write the same memory as a compiled update, because a plan for a GPU cannot trace a compiled kernel."""
     flat.add_(flat_grad)
     for name, value in state.items():
         if name != "step":

@@ -496,7 +496,7 @@ def _in_course(job: Job, whole: EvaluationBatches) -> ValidationSet:
 def _reported(each: ValidationSet, source: Unwrapped | None) -> ValidationSet:
     """Wrap both batch sequences of a validation set in one loader object."""
     loader = EngineLoader(None if source is None else source.origin)
-    part = ReportedBatches(loader, each.in_course)  # if both are the same object, keep that: the end is evaluated once
+    part = ReportedBatches(loader, each.in_course)  # if both are one object, keep that: the end is evaluated once
     return ValidationSet(
         part, part if each.at_end is each.in_course else ReportedBatches(loader, each.at_end), each.count
     )

@@ -75,7 +75,7 @@ def problems_of(
     """Return all problems of a recipe that can be found without training, each with its place in the file.
 
     The datasets are built, and the model without memory for its weights. Random generators are unchanged. With
-    ``elsewhere`` the recipe is for another machine: no data are read, and modules that are missing here are skipped.
+    ``elsewhere`` the recipe is for another machine, so no data are read, and modules that are missing here are skipped.
     """
     with preserved_rng():
         found = _Examination(loaded, parts, ranks, elsewhere).run()
@@ -258,7 +258,7 @@ class _Examination:
                 require_arguments(found, part.args, part.use, path, self.loaded.source)
 
     def _plan(self, train: Unwrapped, val: Unwrapped | None) -> None:
-        """Check durations and batch size against the size of the data. A stream is skipped: its epoch has to be
+        """Check durations and batch size against the size of the data. A stream is skipped, because its epoch has to be
         counted.
         """
         if train.samples is None:

@@ -99,7 +99,7 @@ class Earlier:
 
     @property
     def threads(self) -> int:
-        """The number of CPU threads. It is measured once per run: another number changes the last bits of sums."""
+        """Number of CPU threads. It is measured once per run, because another number changes the last bits of sums."""
         return int(self.run_metadata["plan"]["threads"])
 
     @property

@@ -153,7 +153,7 @@ def process_of_run(
     """Join the ranks, handle signals and open the output. Restores the settings of the process afterwards."""
     recipe = loaded.recipe
     with (
-        ExitStack() as listening,  # closed last: without a handler, a signal would end the process during the cleanup
+        ExitStack() as listening,  # closed last: a signal without a handler would end the process during the cleanup
         process_settings(seeds=parts is None or parts.custom.generators is None),
         joined(launch, recipe.parallel.timeout.value, on_gpu=recipe.device != "cpu") as ranks,
     ):

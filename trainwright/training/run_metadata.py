@@ -134,8 +134,8 @@ def folder_guard(
 ) -> Callable[[], None]:
     """Return a function to call around each save. It writes the metadata again if the folder was deleted.
 
-    The function raises StorageError if the folder was renamed or unmounted: log and lock have moved with it, and
-    checkpoints would go into another folder of the same name.
+    The function raises StorageError if the folder was renamed or unmounted, because then log and lock have moved with
+    it, and checkpoints would go into another folder of the same name.
     """
 
     def require_folder() -> None:
