@@ -725,5 +725,5 @@ def test_what_is_no_dataset_is_refused() -> None:
     with pytest.raises(UsageError, match=r"different lengths: \[3, 4\]"):
         unwrap((torch.ones(4, 2), torch.ones(3)))
     for thing in (7, nn.Linear(2, 2), Augmented, lambda index: index):
-        with pytest.raises(UsageError, match="is no dataset"):
+        with pytest.raises(UsageError, match="is not a dataset"):
             unwrap(thing)

@@ -59,4 +59,4 @@ def test_divided_weights_train_packed_samples_as_one_process(tmp_path: Path) -> 
     assert "lets a sample see the tokens of other samples" in error
     for name, (loss, note) in divided.items():
         assert loss == pytest.approx(alone[name.split("-")[0]][0], abs=1e-5), name
-        assert "samples do not see each other" in note
+        assert "attention stays within each sample" in note

@@ -139,7 +139,7 @@ def test_one_write_at_a_time_and_none_is_lost(tmp_path: Path) -> None:
 
 def test_a_save_is_due_when_the_last_one_is_too_old(tmp_path: Path) -> None:
     now = [100.0]
-    saving = saving_in(tmp_path, Heard(), clock=lambda: now[0], at_least_s=60.0, every=Every(steps=1000))
+    saving = saving_in(tmp_path, Heard(), clock=lambda: now[0], max_age_s=60.0, every=Every(steps=1000))
     due = []
     for step, now[0] in enumerate((130.0, 159.0, 160.5, 161.0, 220.0, 221.0), start=1):
         due.append(saving.due(state := state_at(step)))
@@ -201,7 +201,7 @@ def test_the_best_of_an_earlier_version_still_has_to_be_beaten(tmp_path: Path) -
 
 def test_what_a_share_of_the_run_asks_for_is_passed_over_within_a_second_of_the_last_save(tmp_path: Path) -> None:
     now = [0.0]
-    saving = saving_in(tmp_path, Heard(), clock=lambda: now[0], every=Every(steps=2), apart_s=1.0)
+    saving = saving_in(tmp_path, Heard(), clock=lambda: now[0], every=Every(steps=2), min_interval_s=1.0)
     saved = []
     for step in range(1, 13):
         now[0] = 0.3 * step

@@ -392,8 +392,8 @@ def test_a_watched_run_is_replayed_from_its_bundles(tmp_path: Path) -> None:
     train("norm-fp32", tmp_path / "bundles", [4, 10])
     done = rerun(tmp_path, 10, model=f"{tmp_path / 'mine.py'}:made")
     assert done.same_bits and done.source.name == "step-00000010"
-    for step in (2, None):
-        with pytest.raises(UsageError, match="keeps no bundle") as caught:
+    for step, message in ((2, "has no bundle of step 2"), (None, "keeps several bundles")):
+        with pytest.raises(UsageError, match=message) as caught:
             rerun(tmp_path, step, model=f"{tmp_path / 'mine.py'}:made")
         assert "10" in caught.value.remedy
 

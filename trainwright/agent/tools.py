@@ -408,7 +408,7 @@ class RunTools:
         return {
             "runs": runs,
             "recipe": _differences(comparison.recipe),
-            "first_difference": list(comparison.parted),
+            "first_difference": list(comparison.first_differences),
             "provenance": _differences(comparison.provenance),
             "outcomes": [
                 {

@@ -153,7 +153,7 @@ class StagedModel:
                 raise self._cannot(f"a stage cannot be computed: {text_of(error, lines=1)}") from error
         difference = float((x - whole).abs().max()) if x.shape == whole.shape else float("inf")
         if not difference <= MAX_RELATIVE_DIFFERENCE * float(whole.abs().max()):
-            raise self._cannot(f"the stages give something else than the whole model: {difference:.2g} away")
+            raise self._cannot(f"the stages differ from the whole model: {difference:.2g} away")
 
     def keep(self, blocks: Collection[int], *, is_first: bool, is_last: bool) -> None:
         """Remove the modules that other ranks compute; the names of the rest do not change."""
@@ -187,7 +187,7 @@ class StagedModel:
 
     def _cannot(self, why: str) -> UsageError:
         return UsageError(
-            f"parallel.pipeline: {type(self.model).__name__} cannot be cut so: {why}",
+            f"parallel.pipeline: {type(self.model).__name__} cannot be divided this way: {why}",
             remedy=f"let its forward be embedding, blocks one after the other, and output layer; {_SHARD_REMEDY}",
         )
 

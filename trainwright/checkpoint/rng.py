@@ -57,14 +57,14 @@ def _packed(twister: np.random.MT19937) -> TwisterState:
     return TwisterState(np.append(state["key"], _WORDS.type(state["pos"])).astype(_WORDS).tobytes())
 
 
-def _lies_in_memory() -> bool:
+def _has_known_layout() -> bool:
     """Return True if the memory layout of this NumPy is the one that ``_copied`` assumes."""
     twister = np.random.MT19937(0)
     twister.random_raw(3)
     return _copied(twister) == _packed(twister)
 
 
-_LIES_IN_MEMORY = _lies_in_memory()
+_LIES_IN_MEMORY = _has_known_layout()
 
 
 _INDEX_AND_WORDS = struct.Struct("=i624I")

@@ -150,7 +150,7 @@ def _dataset(data: object) -> AnyDataset:
     if _gives_batches(data):
         return ReadyBatches(data)
     raise UsageError(
-        f"a {type(data).__name__} is no dataset: it lacks __getitem__ and __len__, and cannot be iterated",
+        f"a {type(data).__name__} is not a dataset: it lacks __getitem__ and __len__, and cannot be iterated",
         remedy="give a Dataset, a DataLoader, a tuple or dict of tensors of one length, or an iterable of batches",
     )
 

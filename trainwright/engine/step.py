@@ -436,7 +436,9 @@ def _require_made(schedule: object, precision: object, clip: object) -> None:
         ("clip", clip, callable(clip), "make_clip('norm', 1.0)"),
     ):
         if not fits:
-            raise UsageError(f"make_step: {name} is {part!r}, which is not made yet", remedy=f"give {example}")
+            raise UsageError(
+                f"make_step: {name} is {part!r}, which is a setting and not an object", remedy=f"pass {example}"
+            )
 
 
 def set_lr(optimizer: Optimizer, factor: float | None) -> float:

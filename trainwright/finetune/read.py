@@ -319,16 +319,16 @@ def _jsonl(number: int, path: Path) -> Iterator[FileRecord]:
             yield _parsed(number, line, text)
 
 
-class _Twice(ValueError):
+class DuplicateKeyError(ValueError):
     """Raised for a JSON object in which a key occurs twice."""
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the object of a JSON decoder. Raises _Twice if it has to drop the value of a key."""
+    """Return the object of a JSON decoder. Raises DuplicateKeyError if it has to drop the value of a key."""
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found and found[key] != value:
-            raise _Twice(f"the key {key!r} has two values in one object")
+            raise DuplicateKeyError(f"the key {key!r} has two values in one object")
         found[key] = value
     return found
 
@@ -338,7 +338,7 @@ def _parsed(number: int, line: int, text: str) -> FileRecord:
         value = json.loads(text, object_pairs_hook=_object)
         if "\\ud" in text.lower():
             json.dumps(value, ensure_ascii=False).encode()
-    except _Twice as error:
+    except DuplicateKeyError as error:
         return FileRecord(number, line, {}, str(error), "keep one of them: all but the last would be lost")
     except UnicodeEncodeError as error:
         problem = f"half of a character, {error.object[error.start]!a}"

@@ -679,7 +679,7 @@ def _is_json(text: str) -> bool:
 
 
 MIN_BEGINNING_CHARS = 60
-MAX_BEGINNINGS_FRACTION = 0.5
+MIN_SAME_BEGINNING_FRACTION = 0.5
 """If at least half of the answers begin with the same 60 characters, a program may have added this text."""
 
 
@@ -689,8 +689,13 @@ def _same_beginning(samples: Sequence[SampleTexts]) -> SetSign | None:
     begin, most = Counter(begins).most_common(1)[0]
     found = [at for at, each in enumerate(begins) if each == begin]
     is_short = len(begin) < MIN_BEGINNING_CHARS or begin[0] in "{[<`#"
-    is_one_answer = len({samples[at].answer for at in found}) < MAX_BEGINNINGS_FRACTION * most
-    if is_short or is_one_answer or most < MAX_BEGINNINGS_FRACTION * len(samples) or is_code(samples[found[0]].answer):
+    is_one_answer = len({samples[at].answer for at in found}) < MIN_SAME_BEGINNING_FRACTION * most
+    if (
+        is_short
+        or is_one_answer
+        or most < MIN_SAME_BEGINNING_FRACTION * len(samples)
+        or is_code(samples[found[0]].answer)
+    ):
         return None
     says = "begin with the same text, which a program may have put there"
     remedy = "look for a system prompt or a header that was joined to the answers"

@@ -19,7 +19,7 @@ from trainwright.errors import UsageError, require_choice
 from trainwright.models.options import configure, require_counts, require_dropout
 
 
-class LastPositions:
+class CausalMask:
     """The causal mask added to attention scores if the queries are the last positions of the keys.
 
     All blocks share one tensor. Otherwise, each block would store a mask of (positions of the part) x (positions up to
@@ -29,8 +29,8 @@ class LastPositions:
     def __init__(self) -> None:
         self._made: Tensor | None = None
 
-    def __deepcopy__(self, memo: object) -> LastPositions:
-        return LastPositions()
+    def __deepcopy__(self, memo: object) -> CausalMask:
+        return CausalMask()
 
     def of(self, query: Tensor, key: Tensor) -> Tensor:
         """Return the mask, shape (queries, keys), in the dtype in which attention is computed."""
@@ -210,7 +210,7 @@ class Attention(nn.Module):
         self.dropout = config.dropout
         self.scale = config.attention_scale
         self.part: SequencePart | None = None
-        self.mask = LastPositions()
+        self.mask = CausalMask()
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         query, key, value = (self._heads(layer(x_BTD)) for layer in (self.query, self.key, self.value))
@@ -424,7 +424,7 @@ class GPT(nn.Module):
 
     def take_part(self, part: SequencePart) -> None:
         """Compute only a part of each sequence from now on. Inputs are full sequences; logits are of the part only."""
-        self.part, mask = part, LastPositions()
+        self.part, mask = part, CausalMask()
         for module in self.modules():
             if isinstance(module, Attention):
                 module.part, module.mask = part, mask

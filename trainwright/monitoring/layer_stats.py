@@ -170,9 +170,9 @@ class LayerStats(HookedStats):
         self.paths = tuple(layer.path for layer in self.layers)
         self._with_activations = activations
         self._is_live = is_live
-        self._put_together = combine_shards
+        self._combine_shards = combine_shards
         self._measured: dict[int, tuple[Tensor, Tensor]] = {}
-        self._stands_for: Tensor | None = None
+        self._elements_per_sample: Tensor | None = None
         self._parameters = [p for layer in self.layers for p in layer.parameters]
         self._counts = [len(layer.parameters) for layer in self.layers]
 
@@ -228,8 +228,8 @@ class LayerStats(HookedStats):
         grads, before = zip(*(measured[index] for index in range(len(after))), strict=True)
         moved = torch._foreach_sub(after, list(before))
         squares = torch.stack([torch.stack(grads), self._squares(moved), self._squares(before)])
-        if self._put_together is not None:
-            self._put_together(squares, self._parameters)
+        if self._combine_shards is not None:
+            self._combine_shards(squares, self._parameters)
         layers = torch.stack([part.sum(1) for part in torch.split(squares, self._counts, dim=1)])
         norms, ratios = layers[:, 0].sqrt(), (layers[:, 1] / layers[:, 2]).sqrt()
         known = torch.stack(self._rows(ratios.device))
@@ -245,10 +245,10 @@ class LayerStats(HookedStats):
     def _squares(self, samples: Sequence[Tensor]) -> Tensor:
         """Return the squared norm of each parameter, estimated from its samples."""
         squares = torch.stack([norm.float() for norm in torch._foreach_norm(list(samples))]).square()
-        if self._stands_for is None:  # made once, because a copy to a GPU synchronizes
+        if self._elements_per_sample is None:  # made once, because a copy to a GPU synchronizes
             whole = [local(p).numel() / max(1, each.numel()) for p, each in zip(self._parameters, samples, strict=True)]
-            self._stands_for = torch.tensor(whole, device=squares.device)
-        return squares * self._stands_for
+            self._elements_per_sample = torch.tensor(whole, device=squares.device)
+        return squares * self._elements_per_sample
 
     def _some_of(self, tensor: Tensor) -> Tensor:
         """Return a copy of all elements, or of MAX_SAMPLED_ELEMENTS of them."""

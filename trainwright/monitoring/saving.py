@@ -43,8 +43,8 @@ class SavePolicy:
 
     Attributes:
         every: The cadence; None: only at the end.
-        apart_s: Seconds after the last save, or the beginning, within which ``every`` is ignored.
-        at_least_s: Wall-clock age of the last save, in seconds, after which a new one is due.
+        min_interval_s: Seconds after the last save, or the beginning, within which ``every`` is ignored.
+        max_age_s: Wall-clock age of the last save, in seconds, after which a new one is due.
         retention: The checkpoints to keep.
         best: "loss" or a metric of the validation.
         best_is_largest: True if a larger value is better.
@@ -53,8 +53,8 @@ class SavePolicy:
     """
 
     every: Every | None = None
-    apart_s: float = 0.0
-    at_least_s: float | None = None
+    min_interval_s: float = 0.0
+    max_age_s: float | None = None
     retention: Retention = field(default_factory=Retention)
     best: str | None = None
     best_is_largest: bool = False
@@ -199,8 +199,8 @@ class Saving:
         if state.micro_limit is not None and self._writing is None:  # memory has run out: no room for the copy
             self._thread.stop_copying()
         policy, age_s = self._policy, self._clock() - self._saved_s
-        every = policy.every is not None and policy.every.due(state) and age_s >= policy.apart_s
-        too_old = policy.at_least_s is not None and age_s >= policy.at_least_s
+        every = policy.every is not None and policy.every.due(state) and age_s >= policy.min_interval_s
+        too_old = policy.max_age_s is not None and age_s >= policy.max_age_s
         return every or too_old or self._best.at(state.step) is not None
 
     def __call__(self, state: TrainState) -> None:

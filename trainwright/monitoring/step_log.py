@@ -86,7 +86,7 @@ class StepLog:
         self._unrecorded: tuple[StepResult, TrainState] | None = None
 
     @property
-    def wait_share(self) -> float:
+    def wait_fraction(self) -> float:
         """The fraction of the time of all steps of this process in which they waited for data."""
         self._add_up()
         return self._all_waits_s / self._all_steps_s if self._all_steps_s else 0.0

@@ -208,7 +208,7 @@ _SYNCHRONIZING |= dict.fromkeys(("masked_select", "_unique2", "unique_consecutiv
 class StepCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode that counts operators and host syncs of one step, without those of an evaluation or a save."""
 
-    is_the_watchs = True  # the recorder is inactive in a user's mode; this marks the mode as Trainwright's
+    is_trainwright_mode = True  # the recorder is inactive in a user's mode; this marks the mode as Trainwright's
 
     def __init__(self, roots: Sequence[nn.Module]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

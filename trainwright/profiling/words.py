@@ -125,7 +125,7 @@ class Profile:
         """Yield the text output."""
         facts, verdict = self.facts, self.verdict
         if self.audit:
-            yield "audit: what ran, against what the recipe asks for"
+            yield "audit: what ran, against what the recipe requests"
             yield from (f"  {row}" for row in self.audit)
         yield verdict.headline
         yield f"next      {self.next}"

@@ -59,7 +59,7 @@ class CarriedGradients:
     def close(self) -> None:
         self.left = {}
 
-    def is_made_anew(self, index: int, parameters: Sequence[Tensor], has_backward: bool) -> bool:
+    def is_recomputed(self, index: int, parameters: Sequence[Tensor], has_backward: bool) -> bool:
         """Returns True if the gradients of a stepping optimizer were not added to those of an earlier step."""
         if not has_backward:  # compare with the last update of this optimizer
             now, before = versions_of_gradients(parameters), self._used.get(index)

@@ -135,7 +135,7 @@ class GradientRecorder(Listener):
         slot = self.tape.slot_of(loss)
         value, scale = self._scaled_losses.unscaled(loss)
         if slot is None and self.current.blind is None:
-            self.current.blind = "the loss is not made of what the watched model returned"
+            self.current.blind = "the loss does not depend on the output of the watched model"
             self.misses_calls |= loss.grad_fn is not None and not self.current.calls
         if value.numel() == 1:  # else it continues a backward pass: hidden.backward(its_gradient)
             self.current.losses.append(value)

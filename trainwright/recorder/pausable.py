@@ -85,7 +85,7 @@ def has_users_modes() -> bool:
     if count > 0 and _is_users(_get_function_stack_at(count - 1)):
         return True
     return _len_torch_dispatch_stack() > 0 and not all(
-        getattr(each, "is_the_watchs", False) for each in _get_current_dispatch_mode_stack()
+        getattr(each, "is_trainwright_mode", False) for each in _get_current_dispatch_mode_stack()
     )
 
 

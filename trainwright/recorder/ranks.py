@@ -35,7 +35,7 @@ def what_is_shared(roots: Iterable[nn.Module], parameters: Iterable[Tensor]) -> 
         if any(isinstance(value, distributed.ProcessGroup) for value in vars(module).values()):
             return f"{COMMUNICATES} ({type(module).__name__})"
     if any(is_traceable_wrapper_subclass(each) for each in parameters):
-        return f"{COMMUNICATES} (no parameter is whole in one of them, so no update is left out either)"
+        return f"{COMMUNICATES} (each process holds only parts of the parameters, so updates are not skipped either)"
     return None
 
 

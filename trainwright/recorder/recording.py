@@ -119,7 +119,7 @@ class LoopRecorder(GradientRecorder):
             step.ids.clear()
             self.tape.forget()
             self.tape.num_bytes = 0
-            step.blind = "between two updates there was more than the recorder may hold"
+            step.blind = "a step needs more memory than the recorder may use"
 
     def on_output(self, root: nn.Module, output: object) -> None:
         if self._call is None:
@@ -153,7 +153,7 @@ class LoopRecorder(GradientRecorder):
             self.current.values["edited"] = True
         has_backward = self._has_backward()
         may_differ = self._carried.left or not has_backward
-        if may_differ and self._carried.is_made_anew(index, owned_by(optimizer), has_backward):
+        if may_differ and self._carried.is_recomputed(index, owned_by(optimizer), has_backward):
             self.current.values.setdefault("made_anew", []).append(index)
         norm = self._norm_left_by_clip()
         groups = [hyperparameters(group) for group in optimizer.param_groups]

@@ -254,7 +254,7 @@ class _Run:
 
     def _backward(self, backward: Backward) -> None:
         if backward.slot is None or backward.slot not in self.slots:
-            raise NotReplayable("the loss is not made of what the watched model returned")
+            raise NotReplayable("the loss does not depend on the output of the watched model")
         loss = self.slots[backward.slot]
         if loss.numel() == 1:
             value = loss.detach() / backward.scale if backward.scale != 1.0 else loss.detach()

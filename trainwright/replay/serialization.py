@@ -53,7 +53,7 @@ _INSTRUCTIONS: dict[str, type[Instruction]] = {
 """The classes of instructions by their names on disk."""
 _NOT_WRITTEN = ("function", "held")
 _NAMES = {each: name for name, each in _INSTRUCTIONS.items()}
-_CALLABLE_ARGUMENTS = frozenset(
+_METHODS_NOT_IN_BUNDLES = frozenset(
     {"apply_", "map_", "map2_", "register_hook", "register_post_accumulate_grad_hook", "set_", "module_load"}
 )
 
@@ -94,7 +94,7 @@ def _name_of(function: TorchFunction) -> str:
 
 def _is_harmless(name: str) -> bool:
     own = name.removesuffix(".__get__").split(".")[-1]
-    return own not in _CALLABLE_ARGUMENTS and (not own.startswith("_") or own in _OPERATORS)
+    return own not in _METHODS_NOT_IN_BUNDLES and (not own.startswith("_") or own in _OPERATORS)
 
 
 _OPERATORS = {f"__{prefix}{name}__" for name in (

@@ -44,7 +44,7 @@ MIN_GAIN = 1.03
 MIN_ROUNDS = 5  # timed passes in each mode
 MIN_TIMED_S = 1.0
 """Minimum seconds of all passes that are timed."""
-SETTLED = "compile_mode"  # key of the chosen mode in the plan and in the cache file
+MODE_KEY = "compile_mode"  # key of the chosen mode in the plan and in the cache file
 
 
 def with_compile_mode(job: Job, earlier: Earlier | None) -> Job:
@@ -82,11 +82,11 @@ def with_compile_mode(job: Job, earlier: Earlier | None) -> Job:
         why = "; ".join([f"forward and backward pass take: {times or 'unknown'}", *failed])
         with suppress(OSError, StorageError):  # the next run measures again
             file.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(file, json.dumps({SETTLED: mode, "seconds": found}))
+            write_atomically(file, json.dumps({MODE_KEY: mode, "seconds": found}))
     _compile(job.state.model, mode)
     job.provenance["compile"] = {"mode": mode, "key": key, "seconds": found, "why": why}
     header = RunHeader((*plan.header.settings, Setting("mode", f"{mode} of torch.compile", "planned", why)))
-    plan = replace(plan, header=header, settled={**plan.settled, SETTLED: mode})
+    plan = replace(plan, header=header, settled={**plan.settled, MODE_KEY: mode})
     return replace(job, plan=plan, batches=chain([first], job.batches))
 
 
@@ -97,7 +97,7 @@ def _read(file: Path) -> str | None:
 
 
 def _mode_in(settled: Any) -> str | None:
-    mode = settled.get(SETTLED) if isinstance(settled, Mapping) else None
+    mode = settled.get(MODE_KEY) if isinstance(settled, Mapping) else None
     return str(mode) if mode in get_args(CompileMode) and mode != "auto" else None
 
 

@@ -422,7 +422,7 @@ def _packing_notes(loaded: Loaded, made: MadeRun, first: StepBatch, world: World
         found = require_isolated(made.live.state.model, from_first_rank(world, data) if is_divided else data)
     fill = getattr(made.parts.train.dataset, "fill", None)
     rows = "" if fill is None else f", tokens fill {fill:.0%} of the rows"
-    yield Note("packing", f"{packing.by}{rows}", f"samples do not see each other: {found.lines()[-1]}")
+    yield Note("packing", f"{packing.by}{rows}", f"attention stays within each sample: {found.lines()[-1]}")
 
 
 def _generator_notes(job: Job) -> Iterator[Note]:
@@ -624,7 +624,7 @@ def _with_dry_run(job: Job, facts: RunFacts, first: StepBatch, asked: str | None
     try:
         tried = _with_first_batch(job, facts, first, asked)
     except NotIsolated as error:
-        why = f"the dry run would leave a trace: {error}"
+        why = f"the dry run would have side effects: {error}"
     if not together.least(int(not why)):
         none = f"{why or 'another rank cannot do one'}; no times, no first loss"
         return DryRunPlan(_without_dry_run(job.plan, facts, asked, Note("dry run", "none", none)))

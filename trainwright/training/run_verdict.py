@@ -69,8 +69,8 @@ def _is_one_objective(job: Job) -> bool:
 
 
 def _troubles(job: Job, log: StepLog) -> Iterator[str]:
-    if log.wait_share > MIN_WAIT_FRACTION and log.wait_s > MIN_WAIT_S:
-        yield f"{log.wait_share:.0%} of the time went into waiting for data ({_reads_faster(job, log)})"
+    if log.wait_fraction > MIN_WAIT_FRACTION and log.wait_s > MIN_WAIT_S:
+        yield f"{log.wait_fraction:.0%} of the time went into waiting for data ({_reads_faster(job, log)})"
 
 
 def _reads_faster(job: Job, log: StepLog) -> str:

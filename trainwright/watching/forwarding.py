@@ -58,9 +58,7 @@ class ForwardingProbe(Probe):
     def require_out(self, out: object) -> None:
         """Raises UsageError if there are sinks or alerts and no run folder."""
         if out is None and self.is_needed:
-            raise UsageError(
-                "watch: sinks and alerts go by the run folder, and out is None", remedy="give out a folder"
-            )
+            raise UsageError("watch: sinks and alerts need a run folder, and out is None", remedy="set out to a folder")
 
     @contextmanager
     def opened(self, folder: RunFolder, config: Mapping[str, object], say: Callable[[str], None]) -> Iterator[None]:

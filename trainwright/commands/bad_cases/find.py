@@ -399,7 +399,7 @@ def errors_in_folds(
 ) -> BadCases:
     """Return the bad cases of the training set for ``trainwright errors --folds``, predicted by cross-validation."""
     folder = RunFolder.open(run)
-    trained = FoldedTraining(folder, folds, batch, say)
+    trained = CrossValidation(folder, folds, batch, say)
     groups = Groups(_found(by, folder), _columns(trained.batches))
     found = _cases(trained.scores(groups), groups, trained.batches, count)
     return _kept(replace(found, run=str(run), data=f"train, predicted in {folds} folds"), folder)
@@ -571,7 +571,7 @@ FOLD_SETTINGS = (
 """Settings that reduce the run of a fold to its training."""
 
 
-class FoldedTraining:
+class CrossValidation:
     """Trains the recipe of a run ``folds`` times. Each training holds out a different part of the training set.
 
     ``batches`` are the full training set in its order. Raises UsageError for a run of live objects, and for data that

@@ -235,7 +235,9 @@ def afterwards(run: SmokeRun) -> Iterator[Verdict]:
     elif run.val_loss is not None and not math.isfinite(run.val_loss):
         yield Verdict("fail", "evaluation", f"the validation loss is {run.val_loss}", "check data.val for NaN")
     elif run.val_loss is not None and run.guess is not None and run.val_loss >= run.guess and run.ends[1] < run.guess:
-        message = f"validation loss {run.val_loss:.4g}, no better than a guess ({run.guess:.4g}); in training it is"
+        message = (
+            f"validation loss {run.val_loss:.4g}, no better than a guess ({run.guess:.4g}); the training loss is better"
+        )
         yield Verdict("cannot tell", "evaluation", message)
     elif run.val_loss is not None:
         yield Verdict("ok", "evaluation", f"validation loss {run.val_loss:.4g} after these steps")

@@ -31,7 +31,7 @@ MIN_GAIN = 0.05
 """Fraction of time or memory that a rung must save, if the two baselines do not differ by more."""
 MAX_SKIPPED_FRACTION = 0.05
 """Fraction of the updates that may be skipped."""
-MIN_SKIPPED = 3
+MAX_SKIPPED_UPDATES = 3
 """Number of updates that may be skipped in any run: a loss scale needs some to settle."""
 RESOURCE_CODES = ("resources.",)
 """Prefixes of findings about time and memory, which are compared as numbers."""
@@ -160,7 +160,7 @@ def unhealthy(rung: MeasuredRung, known: Collection[str] = ()) -> str:
         reasons.append(f"the training loss is not finite in {bad} of {len(rung.curve)} windows")
     elif not math.isfinite(rung.loss):
         reasons.append("the final loss is not finite")
-    if rung.skipped > max(MIN_SKIPPED, MAX_SKIPPED_FRACTION * rung.steps):
+    if rung.skipped > max(MAX_SKIPPED_UPDATES, MAX_SKIPPED_FRACTION * rung.steps):
         reasons.append(f"{rung.skipped} of {rung.steps} updates were skipped")
     return "; ".join(reasons)
 

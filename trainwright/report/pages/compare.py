@@ -76,7 +76,7 @@ class RunComparison:
     spreads: tuple[Spread, ...]
     target: float | None
     measure: str
-    parted: tuple[str, ...] = ()
+    first_differences: tuple[str, ...] = ()
     """For each run after the first, a text: the first recorded step at which it differs from the first run."""
     exit_code = 0
 
@@ -120,7 +120,7 @@ class RunComparison:
         for title, differences in sections:
             lines.append(f"{title}: {_summary(differences)}")
             lines += [f"  {each.path}: {' | '.join(each.values)}" for each in differences or ()]
-        lines += [f"first difference: {each}" for each in self.parted]
+        lines += [f"first difference: {each}" for each in self.first_differences]
         lines.append("outcomes")
         lines += [f"  {line}" for each in self.outcomes for line in self._outcome_lines(each)]
         for each in self.spreads:

@@ -4,7 +4,7 @@ from trainwright.doctor.facts.loss import LossFacts
 from trainwright.runs.records import Watched
 
 MIN_FURTHER_STEPS = 2  # Further steps without gradients that rule out a single special batch
-FOREIGN_LOSS = "the loss is not made of what the watched model returned"
+FOREIGN_LOSS = "the loss does not depend on the output of the watched model"
 
 
 @check(

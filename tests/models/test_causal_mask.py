@@ -6,11 +6,11 @@ import copy
 
 import torch
 
-from trainwright.models.gpt import LastPositions
+from trainwright.models.gpt import CausalMask
 
 
 def test_queries_see_all_before_them_and_themselves_and_the_mask_is_made_once() -> None:
-    masks, query, key = LastPositions(), torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 5, 4)
+    masks, query, key = CausalMask(), torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 5, 4)
     with torch.inference_mode():
         evaluated = masks.of(query, key)
     mask = masks.of(query, key)
