@@ -84,3 +84,37 @@ def test_a_stream_without_an_end_is_told(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(unwrap, "MAX_COUNTING_S", 0.05)
     with pytest.raises(RecipeError, match="there was no end of one"):
         trained(lambda: itertools.cycle(batches()), tmp_path, epochs=1)
+
+
+class TooLong(Samples):
+    def __len__(self) -> int:
+        return 100
+
+
+class TooLongBatches:
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return batches()
+
+    def __len__(self) -> int:
+        return 10
+
+
+class TooLongSampler(InTens):
+    def __len__(self) -> int:
+        return 10
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (TooLongBatches(), "6 batches, but len() of the TooLongBatches is 10,"),
+        (DataLoader(TooLong(), 20), "60 samples, but len() of the TooLong is 100,"),
+        (DataLoader(ROWS, batch_sampler=TooLongSampler()), "6 batches, but len() of the TooLongSampler is 10,"),
+    ],
+    ids=["batches", "stream", "batch sampler"],
+)
+def test_a_wrong_length_is_reported_once(
+    data: object, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tw.fit(nn.Linear(4, 2), data, nn.CrossEntropyLoss(), epochs=2, settings={"folder": str(tmp_path)})
+    assert capsys.readouterr().out.count(f"epoch       {message}") == 1

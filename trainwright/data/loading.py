@@ -96,6 +96,9 @@ class Loading:
 AT_ONCE, AT_ONCE_BYTES = 32, 2**20
 """Maximum number of steps whose batches are made together from tensors in memory, and their maximum total size."""
 
+MIN_LENGTH_ERROR = 0.05
+"""Relative error of the length of an epoch above which it is reported."""
+
 
 class StepBatches:
     """An endless iterable of StepBatch over a dataset; finite over an iterable dataset that ends.
@@ -120,6 +123,7 @@ class StepBatches:
         self.resumed = ""
         self._start = self.cursor.start if self.cursor.position else None
         self._has_steps = False  # True if the last planned epoch has any
+        self._has_wrong_length = False
 
     def __iter__(self) -> Iterator[StepBatch]:
         steps = self._ready() if isinstance(self.dataset, ReadyBatches) else self._read()
@@ -158,6 +162,7 @@ class StepBatches:
         )
         for step in stream.steps(loading.joined):
             if step is None:
+                self._compare_length(self.dataset.kind, self.dataset.size, stream.number, "batches")
                 yield None
                 continue
             (batches, cursor), of_all = step, None
@@ -228,12 +233,29 @@ class StepBatches:
         At the start of each epoch, draws the workers' seed, so that the generators advance as in a plain loop.
         """
         epoch = self.cursor.epoch if self.cursor.position else self.cursor.epoch - 1
+        reached = 0
         for each in fetched:
             if isinstance(each, Fetched) and each.key.epoch > epoch:
                 epoch = each.key.epoch
                 if self.loading.loader is not None:
                     self.loading.loader.draw_seed(epoch)
+                if reached and not self.loading.drop_last:  # else the last samples are not seen here
+                    self._compare_length(type(self.dataset).__name__, length_of(self.dataset), reached, "samples")
+            reached = each.key.cursor.position if isinstance(each, Fetched) else 0
             yield each
+
+    def _compare_length(self, name: str, expected: int | None, seen: int, unit: str) -> None:
+        """Report once that an epoch has another length than expected.
+
+        With workers over a stream, each may end with a batch that is not full, so small differences are usual.
+        """
+        if self._has_wrong_length or expected is None or abs(expected - seen) <= MIN_LENGTH_ERROR * expected:
+            return
+        self._has_wrong_length = True
+        self.say(
+            f"epoch       {seen:,} {unit}, but len() of the {name} is {expected:,}, and lengths in epochs, the "
+            "schedule and progress follow it: correct its __len__, or remove it to have an epoch counted before the run"
+        )
 
     def keys(self, found: Collection[int] = ()) -> Iterator[Key]:
         """Yield the keys of all ``epochs``."""
@@ -296,6 +318,7 @@ class StepBatches:
         if begin:
             drawn = self._skip_consumed(drawn, begin, digest)
         batches = drawn if order.in_batches else regrouped(drawn, loading.batch_size)
+        num_batches = 0
         while window := list(islice(batches, loading.joined if order.in_batches else 1)):
             if loading.drop_last and not order.in_batches and len(window[0]) < loading.batch_size:
                 return
@@ -304,6 +327,11 @@ class StepBatches:
             parts = tuple((ids, ~np.isin(ids, left_out) if len(left_out) else None) for ids in window)
             yield _Planned(start, parts, digest.hexdigest())
             start += sum(map(len, window))
+            num_batches += len(window)
+        if order.in_batches and not begin:
+            self._compare_length(type(order.sampler).__name__, order.size, num_batches, "batches")
+        elif not order.in_batches:
+            self._compare_length(type(order.sampler).__name__, order.size, start, "samples")
 
     def _draw_order(self, epoch: int, begin: int) -> tuple[UserOrder, Iterator[Ids]]:
         """Return the order of an epoch and its positions, from the first one on."""

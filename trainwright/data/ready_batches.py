@@ -309,6 +309,7 @@ class ReadyStream:
         self._covers_all = covers_all
         self._generators = UserGenerators(seed)
         self.resumed = ""
+        self.number = 0  # batches in the last epoch that ended
         self._messages: set[str] = set()
 
     def steps(self, joined: int) -> Iterator[tuple[list[MicroBatch], Cursor] | None]:
@@ -326,6 +327,7 @@ class ReadyStream:
                 )
             if self.source.once or is_empty:
                 return
+            self.number = one.number
             yield None
 
     def _started_pass(self, epoch: int) -> Pass:
