@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import trainwright as tw
 from trainwright.engine.input_errors import explaining
-from trainwright.errors import UsageError
+from trainwright.errors import DataError, UsageError
 
 X = torch.randn(6, 4)
 LABELS = torch.tensor([0, 1, 1, 0, 1, 0])
@@ -129,3 +129,22 @@ def test_positions_are_no_token_ids() -> None:
     ):
         model(torch.ones(2, 12, dtype=torch.long))
     assert "num_embeddings" not in str(error.value)
+
+
+@pytest.mark.parametrize("of", ["labels", "labels of tokens", "shifted labels", "ids"])
+def test_ids_out_of_range_in_a_later_step_name_their_samples(of: str) -> None:
+    ids, labels = torch.randint(0, 9, (24, 6)), torch.randint(0, 5, (24, 6))
+    (ids if of == "ids" else labels)[17, 3] = 9
+    model: nn.Module = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 5))
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        if of == "labels":
+            return CE(output[:, 0], target)  # type: ignore[no-any-return]
+        first = int(of == "shifted labels")
+        return CE(output[:, first:].flatten(0, 1), target[:, first:].flatten())  # type: ignore[no-any-return]
+
+    data = (ids, labels[:, 3] if of == "labels" else labels)
+    with pytest.raises(DataError, match=r"\(micro-batch 0 of step 3, samples \[17\]\)") as raised:
+        tw.fit(model, data, loss, batch=8, accumulation=2, steps=3, settings={"data.shuffle": False})
+    assert raised.value.sample_ids == (17,)
+    assert "0 to " in raised.value.remedy

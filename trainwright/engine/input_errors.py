@@ -11,8 +11,9 @@ from types import FrameType
 import torch
 from torch import Tensor, nn
 
+from trainwright.checkpoint.cursor import tensors_in
 from trainwright.engine.oom_report import is_out_of_memory
-from trainwright.errors import TrainwrightError, UsageError, text_of
+from trainwright.errors import DataError, TrainwrightError, UsageError, text_of
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 LABELS = ("cross_entropy", "nll_loss")
@@ -36,8 +37,11 @@ def explaining(model: nn.Module) -> Iterator[None]:
         raise refused from error
 
 
-def refusal(error: Exception, model: nn.Module) -> UsageError | None:
-    """Return what is wrong with the batch that made torch raise ``error``; None if unknown."""
+def refusal(error: Exception, model: nn.Module, batch: object = ()) -> UsageError | DataError | None:
+    """Return what is wrong with the batch that made torch raise ``error``; None if unknown.
+
+    A DataError has the rows of ``batch`` with ids or labels out of range.
+    """
     if "modified by an inplace operation" in str(error):
         return UsageError(
             f"a value that the backward pass needs was overwritten: {text_of(error, lines=1)[:200]}",
@@ -48,14 +52,16 @@ def refusal(error: Exception, model: nn.Module) -> UsageError | None:
         return None
     try:
         remedies = [found for rule in _RULES if (found := rule(call))]
+        rows = _rows_out_of_range(call, batch) if remedies else []
     except RuntimeError:  # an id out of range stops a GPU: its tensors cannot be read any more
         return None
     if not remedies:
         return None
     got = ", ".join(f"{name} {_shown(tensor)}" for name, tensor in call.inputs.items())
-    return UsageError(
-        f"{call.name} cannot work with {got}: {text_of(error, lines=1)[:200]}", remedy="; ".join(remedies)
-    )
+    message, remedy = f"{call.name} cannot work with {got}: {text_of(error, lines=1)[:200]}", "; ".join(remedies)
+    if not rows:
+        return UsageError(message, remedy=remedy)
+    return DataError(message.rstrip("."), sample_ids=rows, remedy=remedy)
 
 
 @dataclass(frozen=True)
@@ -134,6 +140,27 @@ def _ids(call: _Call) -> str:
         f"the ids reach from {int(ids.min())} to {int(ids.max())}, and the embedding has rows 0 to {rows - 1}: give it "
         "more (num_embeddings), or check how ids are made"
     )
+
+
+def _rows_out_of_range(call: _Call, batch: object) -> list[int]:
+    """Return the rows of ``batch`` with ids that an embedding does not have, or with labels that are no class.
+
+    Returns [] unless the ids or labels are a tensor of the batch, flattened or without its first column at most.
+    """
+    if call.is_embedding and "weight" in call.weights:
+        values, size, ignored = call.first, len(call.weights["weight"]), 0
+    elif call.function in LABELS and len(call.inputs) > 1 and call.first.dim() > 1:
+        scores, values = list(call.inputs.values())[:2]
+        size, ignored = scores.shape[1], -100
+    else:
+        return []
+    values = values.flatten()
+    wrong = ((values < 0) & (values != ignored)) | (values >= size)
+    for each in filter(Tensor.dim, tensors_in(batch)):
+        for part in (each, each[..., 1:]) if each.dim() > 1 else (each,):
+            if part.numel() == len(values) and torch.equal(part.flatten().to(values.dtype), values):
+                return sorted({index // (len(values) // len(part)) for index in wrong.nonzero()[:, 0].tolist()})
+    return []
 
 
 def _are_positions(ids: Tensor) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from trainwright.checkpoint.cursor import MicroBatch, StepBatch
 from trainwright.checkpoint.shards import is_sharded
 from trainwright.checkpoint.train_state import TrainState
+from trainwright.engine.input_errors import refusal
 from trainwright.engine.precision import Precision
 from trainwright.engine.synced_norms import LOCAL_STATISTICS, SyncedNorms
 from trainwright.engine.user_log import count_for
@@ -148,17 +149,20 @@ def call_loss(loss_fn: LossFn, model: nn.Module, micro: MicroBatch, where: str) 
     The weight is returned as a number, or on a GPU as a detached 0-d tensor on that device; metrics are returned as
     tensors. The sign of a weight on a GPU is not checked, because that would cost a host sync.
 
-    A DataError of the loss function names rows of the micro-batch. They are replaced by sample ids of the dataset, and
-    ``where`` is added to the message.
+    A DataError of the loss function, or for ids or labels out of range, names rows of the micro-batch. They are
+    replaced by sample ids of the dataset, and ``where`` is added to the message.
     """
     count_for(micro.size)
     try:
         with nullcontext() if micro.size else _uncounted(model):
             output = loss_fn(model, micro.data)
     except DataError as error:
-        ids = [int(micro.ids[row]) for row in error.sample_ids if row < micro.size]
-        message = f"{error.message} ({where}, samples {ids})"
-        raise DataError(message, sample_ids=ids, remedy=error.remedy) from None
+        raise _with_sample_ids(error, micro, where) from None
+    except IndexError as error:
+        refused = refusal(error, model, micro.data)
+        if refused is None:
+            raise
+        raise (_with_sample_ids(refused, micro, where) if isinstance(refused, DataError) else refused) from error
     except RuntimeError as error:
         if is_sharded(model) and "mixed torch.Tensor and DTensor" in str(error):
             raise UsageError(
@@ -169,6 +173,11 @@ def call_loss(loss_fn: LossFn, model: nn.Module, micro: MicroBatch, where: str) 
         raise
     count_for(1)
     return validated_output(output, "the loss function gave")
+
+
+def _with_sample_ids(error: DataError, micro: MicroBatch, where: str) -> DataError:
+    ids = [int(micro.ids[row]) for row in error.sample_ids if row < micro.size]
+    return DataError(f"{error.message} ({where}, samples {ids})", sample_ids=ids, remedy=error.remedy)
 
 
 @contextmanager
