@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -207,3 +208,26 @@ def test_a_worker_whose_trainer_is_killed_prints_nothing(then: str, said: bool, 
     )
     assert bool(re.search("ConnectionResetError|EOFError", done.stderr)) is said, done.stderr
     assert said or done.stderr == ""
+
+
+def with_lock() -> Items:
+    items = Items()
+    items.reads = multiprocessing.get_context("spawn").Value("i", 0)  # can be passed to a process that starts
+    items.befalls = partial(str, [{"lock": threading.Lock()}])
+    return items
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "name"),
+    [
+        (with_lock(), {}, "dataset.befalls cannot be pickled"),
+        (Stream(lambda: None), {}, "dataset.items.befalls cannot be pickled"),
+        ([1] * SIZE, {"collate": lambda samples: samples}, "collate_fn cannot be pickled"),
+        ([{"a": [print, lambda: None]}] * SIZE, {}, r"dataset\[0\].a\[1\] cannot be pickled"),
+    ],
+    ids=["lock", "function", "collate_fn", "item"],
+)
+def test_what_spawned_workers_cannot_get_is_named(dataset: Any, options: dict[str, Any], name: str) -> None:
+    with pytest.raises(DataError, match=f"^{name}, as the start method 'spawn'") as raised:
+        read(dataset, start_method="spawn", **options)
+    assert "top level of a module" in raised.value.remedy

@@ -16,8 +16,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import starmap
 from multiprocessing.process import BaseProcess
-from types import TracebackType
+from multiprocessing.reduction import ForkingPickler
+from pickle import PicklingError
+from types import SimpleNamespace, TracebackType
 
 import torch
 from torch.utils.data import DataLoader
@@ -82,7 +85,7 @@ def read_in_workers(
 
 def _started(source: Fetch | FetchStream, keys: Iterator[Key] | None, how: Workers) -> Iterator[Fetched | Failed]:
     with warnings.catch_warnings():  # more workers than cores is the user's choice
-        warnings.filterwarnings("ignore", message="This DataLoader will create")
+        warnings.filterwarnings("ignore", message="This DataLoader will create|Got pickle error")
         loader: DataLoader[Fetched | Failed] = DataLoader(
             source,
             batch_size=None,
@@ -96,7 +99,45 @@ def _started(source: Fetch | FetchStream, keys: Iterator[Key] | None, how: Worke
             multiprocessing_context=how.context,
             generator=torch.Generator(),  # a separate one, so that the default generator does not change
         )
-        return iter(loader)
+        try:
+            return iter(loader)
+        except (PicklingError, AttributeError, TypeError) as error:
+            collate = source.collate if isinstance(source, Fetch) else source.settings.collate
+            parts = {"dataset": source.dataset, "collate_fn": collate, "worker_init_fn": how.init}
+            at_fault = next(filter(None, starmap(_unpicklable, parts.items())), "")
+            if not at_fault:
+                raise
+            raise DataError(
+                f"{at_fault} cannot be pickled, as the start method {_start_method(how)!r} of workers requires: "
+                f"{text_of(error, lines=1)}",
+                remedy="define functions at the top level of a module, and open files and locks at the first use in a "
+                'worker; or multiprocessing_context="fork" for the DataLoader; or num_workers=0',
+            ) from error
+
+
+MAX_PICKLED_DEPTH = 6
+
+
+def _unpicklable(name: str, value: object, depth: int = 0) -> str:
+    """Return the path of the innermost attribute or item that cannot be pickled; "" if ``value`` can be."""
+    try:
+        ForkingPickler(SimpleNamespace(write=len)).dump(value)
+        return ""
+    except RuntimeError:  # may be passed to a process that starts, and not otherwise, such as a lock of multiprocessing
+        found = ""
+    except Exception:
+        found = name
+    items = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+    parts: dict[str, object] = {f"{name}.{key}": part for key, part in items.items()}
+    if isinstance(value, tuple | list):
+        parts = {f"{name}[{index}]": part for index, part in enumerate(value)}
+    if depth == MAX_PICKLED_DEPTH:
+        return found
+    return next((inner for path, part in parts.items() if (inner := _unpicklable(path, part, depth + 1))), found)
+
+
+def _start_method(how: Workers) -> str:
+    return how.context or multiprocessing.get_start_method()
 
 
 class _OneIterator:
@@ -226,7 +267,7 @@ def _begin(trainer: int, how: Workers, in_progress: InProgress, worker: int) -> 
     Ends a worker whose trainer was killed before torch's watchdog started, because it would never end. (Not checked
     with a fork server, which is the parent of all workers.)
     """
-    if os.getppid() != trainer and (how.context or multiprocessing.get_start_method()) != "forkserver":
+    if os.getppid() != trainer and _start_method(how) != "forkserver":
         os._exit(1)
     if hasattr(os, "setpgrp"):
         os.setpgrp()
