@@ -90,6 +90,7 @@ ADAMW, IN_GROUPS = "AdamW, weight decay 0.01", "AdamW, weight decay 0 to 0.01 in
         ("clip", {"clip": 0.5}, ("norm at 0.5", "configured")),
         ("clip", {"settings": {"optimizer.clip": {"by": "value", "at": 0.1}}}, ("value at 0.1", "configured")),
         ("precision", {"precision": "bf16"}, ("bf16", "configured")),
+        ("batch", {"batch": 64}, ("64 samples, but the data have only 32", "configured")),
         (
             "batch",
             {"batch": 8, "accumulation": 2},

@@ -156,7 +156,10 @@ class _Header:
         else:
             joined = self.job.recipe.batch.accumulation or 1
             value = "as the data come" if joined == 1 else f"{joined} batches of the data"
-        if self.job.recipe.data.drop_last:
+        samples = self.job.parts.train.samples
+        if own is None and samples is not None and samples < plan.batch.size:
+            value += f", but the data have only {samples}"
+        elif self.job.recipe.data.drop_last:
             value += ", a short last batch is left out"
         why = self._why("micro-batch") if "batch.micro" in self.job.loaded.by_plan else ""
         return self._setting("batch", value, "batch", why=why)
