@@ -196,18 +196,24 @@ def test_a_model_that_cannot_be_built_without_memory_is_no_problem(folder: Path)
     assert problems_of(load("recipe.yaml")) == []
 
 
-def test_live_objects_are_examined_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), "nowhere:loss"], ids=["live", "unknown"])
+def test_live_objects_are_examined_too(loss: nn.Module | str, tmp_path: Path) -> None:
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), torch.randn(32, 4)
     settings = {"model.freeze": ["9.*"], "optimizer.groups": [{"match": "head.*"}], "folder": str(tmp_path)}
     with pytest.raises(RecipeError) as caught:
         tw.fit(
             model,
             (x, torch.zeros(32, dtype=torch.int64)),
-            nn.CrossEntropyLoss(),
+            loss,
             until="2steps",
-            settings=settings,
+            batch=10,
+            accumulation=2,
+            optimizer="collections:nothing",
+            settings=settings | {"batch.micro": 4},
         )
-    assert [each.path for each in caught.value.problems] == ["model.freeze.0", "optimizer.groups.0.match"]
+    paths = {each.path for each in caught.value.problems}
+    others = {"model.freeze.0", "optimizer.use", "optimizer.groups.0.match", "batch"}
+    assert paths == (others | {"loss.use"} if isinstance(loss, str) else others)
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -15,6 +17,7 @@ from trainwright.assembly.assemble import CustomObjects, Parts, at_recipe, build
 from trainwright.checkpoint.rng import RngBag
 from trainwright.data.ready_batches import REPEATABLE_REMEDY, ReadyBatches
 from trainwright.data.unwrap import Unwrapped, unwrap
+from trainwright.distributed import Launch
 from trainwright.engine.loss import ModelLoss, require_callable
 from trainwright.engine.observer import as_observer
 from trainwright.errors import UsageError, require_choice
@@ -40,6 +43,8 @@ from trainwright.training.arguments import (
 )
 from trainwright.training.custom_objects import no_loss, require_no_loss_needed
 from trainwright.training.options import FitOptions, MetricsLike, ModelLike, OptimizerLike, RunOptions, ScheduleLike
+
+from trainwright.training.problems import all_problems_reported
 from trainwright.training.result import Result
 from trainwright.training.resume import folder_of
 from trainwright.training.run import train
@@ -316,8 +321,11 @@ def _fit_objects(
         rebuild=rebuild._replace(is_seeded=is_seeded)._asdict(),
     )
     notes = tuple(_unused_notes(train_data, next(iter(sets.values()), None)))
-    made = build_loss(loaded) if isinstance(judge, str) else judge
-    return FitObjects(loaded, Parts(model, train_data, val_sets, made, notes, custom=custom))
+    parts = Parts(model, train_data, val_sets, no_loss if isinstance(judge, str) else judge, notes, custom=custom)
+    if not isinstance(judge, str):
+        return FitObjects(loaded, parts)
+    with all_problems_reported(loaded, parts, Launch.read(os.environ).size):
+        return FitObjects(loaded, replace(parts, loss=build_loss(loaded)))
 
 
 def _by_name(val: object) -> dict[str, object]:
