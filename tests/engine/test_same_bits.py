@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -23,9 +24,18 @@ STEPS, MICRO = 50, 6
 CLIP_AT = 0.6
 
 MakeOptimizer = Callable[[nn.Module], Optimizer]
+
+
+def _by_dimensions(model: nn.Module) -> list[dict[str, Any]]:
+    """Two groups, in neither of which the parameters are neighbours in the model."""
+    weights, others = ([p for p in model.parameters() if (p.dim() > 1) == is_weight] for is_weight in (True, False))
+    return [{"params": weights, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+
+
 OPTIMIZERS: dict[str, MakeOptimizer] = {
     "adamw": lambda model: AdamW(model.parameters(), lr=3e-2, betas=(0.9, 0.95), weight_decay=0.1),
     "adamw-fused": lambda model: AdamW(model.parameters(), lr=3e-2, weight_decay=0.1, fused=True),
+    "adamw-groups": lambda model: AdamW(_by_dimensions(model), lr=3e-2),
     "sgd": lambda model: SGD(model.parameters(), lr=0.2),
     "sgd-momentum": lambda model: SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-3),
 }
@@ -131,7 +141,7 @@ def test_one_batch_a_step(name: str, bf16: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("accumulation", [4, 3])
-@pytest.mark.parametrize("name", ["adamw", "sgd-momentum"])
+@pytest.mark.parametrize("name", ["adamw", "adamw-groups", "sgd-momentum"])
 def test_accumulation_clip_warm_up_and_cosine(name: str, accumulation: int, bf16: bool) -> None:
     active = compare(
         OPTIMIZERS[name], F.cross_entropy, accumulation=accumulation, clip_at=CLIP_AT, warm=True, bf16=bf16

@@ -47,7 +47,7 @@ from trainwright.engine.sharded import ShardedPasses, without_retry
 from trainwright.engine.spikes import NO_SPIKES, SpikeDecision, SpikeHandler
 from trainwright.engine.witness import SILENT, StepWitness
 from trainwright.errors import OomReport, OutOfMemoryError, UsageError
-from trainwright.optim.clip import ClipFn, global_norm, no_clip
+from trainwright.optim.clip import ClipFn, ModelOrder, global_norm, no_clip
 
 
 @dataclass(repr=False)
@@ -163,7 +163,7 @@ def make_step(
     sharded = ShardedPasses(world, ranks.zero, witness, ranks.norms)
     loss_fn = as_loss_fn(loss) if keeper is None else keeper.around(as_loss_fn(loss))
     overlap = OverlappedSum(world) if isinstance(world, Ranks) else None
-    parts = _Parts(loss_fn, precision, clip, probes, ranks, seed, sharded, witness, keeper, overlap)
+    parts = _Parts(loss_fn, precision, clip, probes, ranks, seed, sharded, witness, keeper, overlap, ModelOrder())
     recovery = Recovery(lambda state: clear_grads(state.optimizer), world, witness)
     update = Update(recovery, witness)
     work = _DeviceWork(parts, own)
@@ -294,7 +294,8 @@ class _Parts(NamedTuple):
     sharded: ShardedPasses
     witness: StepWitness
     keeper: OutputKeeper | None
-    overlap: OverlappedSum | None = None
+    overlap: OverlappedSum | None
+    model_order: ModelOrder
 
 
 class _Gradients(NamedTuple):
@@ -418,6 +419,9 @@ def _finish(state: TrainState, done: Accumulated, parts: _Parts, *, is_summed: b
     if is_to_sum:
         sum_grads(grads, world, ranks.copies)
     probed = {name: value for probe in parts.probes for name, value in probe(state).items()}
+    if clip is not no_clip and len(state.optimizer.param_groups) > 1:
+        parameters = parts.model_order(state.model, parameters)
+        grads = [grad for parameter in parameters if (grad := parameter.grad) is not None]
     counted = grads if ranks.stages is None else ranks.stages.counted(state.model, parameters)
     grad_norm = global_norm(counted) if counted else _zero_norm(state.optimizer)
     if ranks.stages is not None:

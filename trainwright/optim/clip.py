@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
 from trainwright.checkpoint.shards import is_divided, local, locals_of
@@ -53,6 +53,21 @@ class GradientClip:
                 _clip_by_value(self.at, parameters)
             case "agc":
                 _clip_adaptively(self.at, parameters)
+
+
+class ModelOrder:
+    """Sorts parameters as ``model.parameters()``, for a norm with the bits of ``clip_grad_norm_(model.parameters())``.
+
+    The order is that of the first call. Parameters that the model did not have then come last.
+    """
+
+    def __init__(self) -> None:
+        self._place: dict[int, int] = {}
+
+    def __call__(self, model: nn.Module, parameters: list[Tensor]) -> list[Tensor]:
+        if not self._place:
+            self._place = {id(parameter): place for place, parameter in enumerate(model.parameters())}
+        return sorted(parameters, key=lambda parameter: self._place.get(id(parameter), len(self._place)))
 
 
 def global_norm(grads: list[Tensor]) -> Tensor:

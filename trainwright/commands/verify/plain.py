@@ -35,6 +35,7 @@ from trainwright.engine.loss import Loss, ModelLoss, as_loss_fn
 from trainwright.engine.step import StepResult
 from trainwright.errors import UsageError
 from trainwright.monitoring.terminal import Console
+from trainwright.optim.clip import ModelOrder
 from trainwright.optim.user_optimizers import Factory, takes_first
 from trainwright.plan.parallel import in_one_process
 from trainwright.recipe import LOSSES, OPTIMIZERS, Loaded, Recipe, Source, load
@@ -403,7 +404,7 @@ def _recipe_by_hand(loaded: Loaded, result: Result, seen: _Seen, planned: dict[s
     optimizer = job.state.optimizer
     clip = loaded.recipe.optimizer.clip
     loss_fn, schedule = as_loss_fn(job.parts.loss), job.built.schedule
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = ModelOrder()(model, [p for group in optimizer.param_groups for p in group["params"]])
     base = [group["lr"] for group in optimizer.param_groups]
     extent = job.plan.extent.steps or 1
     losses: list[Tensor] = []
