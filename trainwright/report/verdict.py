@@ -486,16 +486,21 @@ def losses_in(records: Iterable[Record]) -> list[tuple[int, float]]:
     If a watched loop divides the losses of micro-batches for accumulation, their sum is returned instead of their mean.
     """
     every = tuple(records)
-    measured = [each.values for each in every if isinstance(each, Examined) and each.experiment == "accumulation"]
-    newest = next((values for values in reversed(measured) if values.get("is_plain")), {})
-    weights = newest.get("weights") or (math.nan,)
-    is_divided = None not in weights and math.isclose(sum(weights), 1.0, rel_tol=0.01)
+    is_divided = next((parts > 1 for each in reversed(every) if (parts := divided_by(each))), False)
     by_step = {
         each.step: _sum_of_parts(each) if is_divided and isinstance(each, Watched) else each.loss
         for each in every
         if isinstance(each, Step | Watched)
     }
     return [(step, by_step[step]) for step in sorted(by_step)]
+
+
+def divided_by(record: Record) -> int:
+    """Return the number by which a watched loop divides its losses: that of its micro-batches, or 1; 0 if unknown."""
+    if not isinstance(record, Examined) or record.experiment != "accumulation" or not record.values.get("is_plain"):
+        return 0
+    weights = record.values.get("weights") or (math.nan,)
+    return len(weights) if None not in weights and math.isclose(sum(weights), 1.0, rel_tol=0.01) else 1
 
 
 def _sum_of_parts(step: Watched) -> float:

@@ -30,6 +30,7 @@ from trainwright.report.pages.rows import (
     no_rows,
     thin_rows,
 )
+from trainwright.report.verdict import divided_by
 from trainwright.runs.files import MAX_LINE_BYTES, UnreadableFile, is_too_long, open_file
 from trainwright.runs.findings import FindingsFold
 from trainwright.runs.json_values import JsonValue, plain
@@ -91,6 +92,7 @@ steps are timed differently.
 """
 _KINDS = b"|".join(kind.__name__.lower().encode() for kind in (*KEPT_RECORDS, Media, Telemetry, Found, Withdrawn))
 _KEPT_LINE = re.compile(rb'\n(\{"kind":"(?:%b)"[^\n]*)' % _KINDS)
+_ACCUMULATION = re.compile(rb'\n(\{"kind":"examined"[^\n]*"experiment":"accumulation"[^\n]*)')
 _LAYERS = re.compile(rb'\n(\{"kind":"layers"[^\n]*)')
 _OUTPUT_GRADS = re.compile(rb'\n(\{"kind":"outputgrads"[^\n]*)')
 _STEP_BEGINNING = b'\n{"kind":"step"'
@@ -112,6 +114,7 @@ class IncrementalLog:
     ``media`` the user's images, texts and histograms.
     ``findings`` are those of the newest process, each in its latest wording. ``is_examined``: the doctor recorded
     steps, or found something. ``unreadable`` is the reason why the log cannot be read, or "".
+    Losses that a watched loop divides by the number of micro-batches are multiplied by it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -134,6 +137,7 @@ class IncrementalLog:
         self.media = LoggedMedia()
         self.output_grads = OutputGradMaps()
         self._is_ours = False
+        self._divided_by = 1
         self._offset = 0
         self._file_id = (0, 0)
         self._is_complete = True
@@ -271,9 +275,12 @@ class IncrementalLog:
         for line in _OUTPUT_GRADS.findall(others):
             self.output_grads.take(line)
         self.figures.take_lines(lines)
+        for record in decode_lines(_ACCUMULATION.findall(others)).records:
+            self._multiply_losses(divided_by(record))
         steps, watched = _rows_of(lines, Step), _rows_of(others, Watched)
         self._is_ours = self._is_ours or len(steps) > 0
         self.is_examined = self.is_examined or len(watched) > 0
+        column(watched, "loss")[:] *= self._divided_by
         if self._is_ours:
             watched[:, _TIME_COLUMNS] = np.nan
         fresh = _drop_invalid(np.concatenate([steps, watched]))
@@ -288,6 +295,17 @@ class IncrementalLog:
         self._rows = by_step(np.concatenate([self._rows, fresh]))
         if len(self._rows) > MAX_ROWS:
             self._rows = thin_rows(self._rows, BUCKETS)
+
+    def _multiply_losses(self, divided_by: int) -> None:
+        """Multiply the losses of a watched loop by the number that it divides them by; 0: unknown."""
+        if not divided_by or divided_by == self._divided_by:
+            return
+        factor = divided_by / self._divided_by
+        self._divided_by = divided_by
+        column(self._rows, "loss")[:] *= factor
+        column(self._ahead, "loss")[:] *= factor
+        self.means.multiply("loss", factor)
+        self.name = secrets.token_hex(4)  # what a page has read before is not valid any more
 
     def _add_record(self, record: Record) -> None:
         self.counts[type(record)] += 1

@@ -155,6 +155,10 @@ class SpanMeans:
             for index, weights in enumerate(each.T):
                 table[:, index] += np.bincount(span, weights, minlength=MAX_SPANS)
 
+    def multiply(self, name: str, factor: float) -> None:
+        """Multiply the values of a column."""
+        self._sums[:, AVERAGED_COLUMNS.index(name)] *= factor
+
     def go_back_to(self, step: int, rows: Rows) -> None:
         """Drop values after ``step``. The span of ``step`` is summed again from ``rows``, the rows up to ``step``."""
         first = step // self._width
