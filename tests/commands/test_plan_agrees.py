@@ -62,7 +62,7 @@ def test_the_time_is_measured_here_and_says_what_it_leaves_out(tmp_path: Path) -
     assert shown.measured is not None
     [line] = [line for line in shown.lines() if line.startswith("  measured")]
     [time] = [line for line in preflight(shown.measured, 0.0) if line.startswith("time ")]
-    assert re.split(" of it|:", time.removeprefix("time").strip())[0] in line and "come on top" in line
+    assert re.split(" of it|:", time.removeprefix("time").strip())[0] in line and "other programs come on top" in line
     answer = shown.to_json()["measured"]
     assert isinstance(answer, dict) and answer["step_s"] == shown.measured.predicted.step_s
 

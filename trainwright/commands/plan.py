@@ -97,7 +97,7 @@ class ShownPlan:
 
     def _measured(self) -> list[str]:
         """Return lines on the dry run that ``train`` does, too, or why there is none, and what its times exclude."""
-        beside = "evaluation, checkpoints, the doctor and logging come on top"
+        beside = "evaluation, checkpoints, the doctor, logging and other programs come on top"
         plan = self.measured
         if plan is None or plan.predicted.step_s is None:
             why = f"; not measured: {self.why_not_measured}" if self.why_not_measured else ""

@@ -37,7 +37,10 @@ def nominal_cpu(machine: Machine) -> Device:
 
 
 def measured_cpu(machine: Machine) -> Device:
-    """Return this CPU with measured rates of matrix products and copies. Takes about a quarter of a second."""
+    """Return this CPU with measured rates of matrix products and copies. Takes about a quarter of a second.
+
+    The rates are those of the fastest call, so that other programs have little effect on the choice of a layout.
+    """
     flops = {"fp32": _matmul_flops(torch.float32)}
     if {"avx512_bf16", "amx_bf16", "bf16"} & set(machine.cpu_flags):
         flops["bf16"] = _matmul_flops(torch.bfloat16)
@@ -51,7 +54,7 @@ def measured_cpu(machine: Machine) -> Device:
         machine.available_bytes,
         bandwidth,
         flops,
-        source=f"measured here, with {torch.get_num_threads()} threads of {machine.cpu}",
+        source=f"the fastest measured here, with {torch.get_num_threads()} threads of {machine.cpu}",
         reach_flops=1.0,
         reach_bandwidth=1.0,
         launch_s=launch_s,
