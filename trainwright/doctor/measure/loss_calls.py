@@ -164,20 +164,42 @@ def _sample_rows(x: Tensor) -> Tensor:
     return rows if rows[0].numel() <= MAX_COLUMNS else rows.flatten(1)[:, :MAX_COLUMNS]
 
 
-def _softmax_axis(x: Tensor) -> tuple[Node, int] | None:
-    """Returns the node of the softmax that made ``x``, up to functions of single elements, and its axis; else None."""
-    node = x.grad_fn
+def _is_softmax(node: Node) -> bool:
+    return type(node).__name__.startswith(("SoftmaxBackward", "LogSoftmaxBackward"))
+
+
+def _softmax_axis(x: Tensor) -> tuple[Node, int, bool] | None:
+    """Returns the node of the softmax that made ``x``, up to functions of single elements, its axis, and whether ``x``
+    are log-probabilities; else None.
+    """
+    node, is_log = x.grad_fn, False
     for _ in range(4):
         if node is None or not node.next_functions:
             return None
         kind = type(node).__name__
-        if kind.startswith(("SoftmaxBackward", "LogSoftmaxBackward")):
+        is_log = is_log or "Log" in kind
+        if _is_softmax(node):
             dim = int(node._saved_dim)  # type: ignore[attr-defined]
-            return node, (dim - 2**64 if dim >= 2**63 else dim) % x.dim()
+            return node, (dim - 2**64 if dim >= 2**63 else dim) % x.dim(), is_log
         if not kind.startswith(ELEMENTWISE) or sum(each is not None for each, _ in node.next_functions) != 1:
             return None
         node = next(each for each, _ in node.next_functions if each is not None)
     return None
+
+
+_Mistake: TypeAlias = tuple[str, str, str | None]
+_CHOICE_KEY, _AXES_KEY = "trainwright_choice", "trainwright_axes"
+"""Keys in the metadata of autograd nodes: mistakes if a logarithm of the result follows, and those of the scores."""
+
+
+def _notes(node: Node, key: str) -> set[_Mistake | None]:
+    """Returns notes on a node, which end with its graph."""
+    return cast("dict[str, set[_Mistake | None]]", node.metadata).setdefault(key, set())
+
+
+def _counts_up(index: object, count: int) -> bool:
+    """Returns True for the indices 0, 1, ..., ``count`` - 1."""
+    return isinstance(index, Tensor) and index.shape == (count,) and index.tolist() == list(range(count))
 
 
 def room_within(loss: ComparedLoss, low: float, high: float) -> float:
@@ -276,7 +298,7 @@ class LossCalls:
         self._trained_terms: set[tuple[str, str | None]] = set()
         self.drawn = False
         self.steps = 0
-        self._step_mistakes: set[tuple[str, str, str | None]] = set()
+        self._step_mistakes: set[_Mistake] = set()
         self._num_calls: dict[Hashable, int] = {}
         self.loop_signs = LoopSigns() if is_live else None
         self.forget()
@@ -346,7 +368,7 @@ class LossCalls:
             self._record_operation(name, plain, args, kwargs, result)
         if name in SOFTMAXES:
             self._softmaxes[result] = self._line()
-        self._record_wrong_axis(name, args, kwargs)
+        self._record_wrong_axis(name, args, kwargs, result)
         if name in BOUNDED_BELOW or name in SOFTMAXES:
             self._record_loss(name, args, kwargs, result, function)
 
@@ -414,39 +436,73 @@ class LossCalls:
                 made = next((line for each in (*tensors, result) if (line := self._made_at.get(each))), None)
                 self._origin_lines[number] = made
 
-    def _record_wrong_axis(self, name: str, args: Args, kwargs: Kwargs) -> None:
+    def _record_wrong_axis(self, name: str, args: Args, kwargs: Kwargs, result: Tensor) -> None:
         """Detects probabilities of classes that come from a softmax over another axis, such as the samples.
 
-        The axis of the classes is known for losses with class numbers, for a choice of one column in each row, and for
-        targets that sum to 1 in each row. Scores of pairs (N, N) may have a softmax over either axis.
+        The axis of the classes is known for losses with class numbers, for a choice of one log-probability in each
+        row, and for targets that sum to 1 in each row. Scores of pairs (N, N) may have a softmax over either axis.
+        Probabilities that are chosen or multiplied without a logarithm are weights, as in a router or a pooling.
         """
-        if not args or name not in CHOOSES_CLASSES | WITH_PROBABILITIES:
+        if name == "log" and (chosen := made_by(args[0], "GatherBackward0", "IndexBackward0")) is not None:
+            self._step_mistakes.update(each for each in _notes(chosen, _CHOICE_KEY) if each is not None)
+        if name not in CHOOSES_CLASSES | WITH_PROBABILITIES:
             return
         x = args[0]
         if name in WITH_PROBABILITIES:
             pair = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)][:2]
             x = next((each for each in pair if each.requires_grad), None)
-        if not isinstance(x, Tensor) or x.dim() < 2 or (axis := _softmax_axis(x)) is None:
+        if not isinstance(x, Tensor) or x.dim() < 2 or x.grad_fn is None:
             return
-        node, dim = axis
+        if (axis := _softmax_axis(x)) is None:
+            if name == "cross_entropy":
+                self._note_axis(x.grad_fn, None)
+            return
+        node, dim, is_log = axis
         classes = x.dim() - 1 if name == "ctc_loss" or name in WITH_PROBABILITIES else 1
         rest = args[1:]
+        is_pairs = x.dim() == 2 and x.shape[0] == x.shape[1]
         if name == "__getitem__":
             rest = rest[0] if rest and isinstance(rest[0], tuple) else ()
             is_choice = len(rest) == x.dim() == 2 and all(isinstance(i, Tensor) and i.dim() == 1 for i in rest)
+            is_choice = is_choice and _counts_up(rest[0], len(x))
         elif name == "gather":
             given = dict(zip(("input", "dim", "index"), args)) | kwargs
             is_choice = x.dim() == 2 and given["dim"] in (1, -1) and given["index"].shape[1:] == (1,)
         elif name in WITH_PROBABILITIES:
             others = [each for each in pair if each is not x]
             is_choice = len(others) == 1 and others[0].shape == x.shape and not others[0].requires_grad
-            is_choice = is_choice and dim != classes and is_simplex(others[0], -1) and not is_simplex(others[0], dim)
+            is_choice = is_choice and is_simplex(others[0], -1) and not is_simplex(others[0], 0)
+            is_choice = is_choice and bool(((others[0] != 0).sum(0) > 1).any())  # else a mean over samples of a class
+            is_choice = is_choice and (is_log or name not in ("mul", "rmul"))
         else:
             is_choice = True
-        is_pairs = name not in CLASSES and x.dim() == 2 and x.shape[0] == x.shape[1]
-        if is_choice and dim != classes and not is_pairs and min(x.shape[dim], x.shape[classes]) > 1:
+            is_pairs = is_pairs and (
+                name not in CLASSES or _counts_up(args[1] if len(args) > 1 else kwargs.get("target"), len(x))
+            )
+        scores = node.next_functions[0][0]
+        if not is_choice or is_pairs or scores is None or min(x.shape[dim], x.shape[classes]) < 2:
+            return
+        if dim == classes:
+            self._note_axis(scores, None)
+        elif not _is_softmax(scores):  # else rows and columns are normalized in turn (Sinkhorn)
             made = (line for each, line in self._softmaxes.tensors() if each.grad_fn is node)
-            self._step_mistakes.add(("wrong_axis", name, next(made, None) or self._line()))
+            mistake = "wrong_axis", name, next(made, None) or self._line()
+            if is_log or name not in ("gather", "__getitem__"):
+                self._note_axis(scores, mistake)
+            elif result.grad_fn is not None:
+                _notes(result.grad_fn, _CHOICE_KEY).add(mistake)
+
+    def _note_axis(self, scores: Node, mistake: _Mistake | None) -> None:
+        """Records a softmax of ``scores`` over the classes (None), or over another axis.
+
+        Both in one step are the two directions of a contrastive loss.
+        """
+        notes = _notes(scores, _AXES_KEY)
+        notes.add(mistake)
+        if None in notes:
+            self._step_mistakes -= notes
+        elif mistake is not None:
+            self._step_mistakes.add(mistake)
 
     def _record_residual(self, op: str, pair: tuple[Tensor, Tensor], result: Tensor) -> None:
         site = self._site(op, shape=tuple(pair[0].shape))

@@ -24,6 +24,7 @@ FAULTY: dict[str, Loss] = {
     "cross entropy": lambda m, x, y: F.cross_entropy(m(x).softmax(0), y),
     "by hand": lambda m, x, y: -m(x).log_softmax(0)[torch.arange(len(y)), y].mean(),
     "gathered": lambda m, x, y: -m(x).log_softmax(0).gather(1, y[:, None]).mean(),
+    "probabilities gathered": lambda m, x, y: -m(x).softmax(0).gather(1, y[:, None]).squeeze(1).log().mean(),
     "squared error": lambda m, x, y: F.mse_loss(m(x).softmax(0), _one_hot(y)),
     "one-hot": lambda m, x, y: -(_one_hot(y) * F.log_softmax(m(x), 0)).sum(1).mean(),
     "divergence": lambda m, x, y: F.kl_div(F.log_softmax(m(x), 0), _one_hot(y) * 0.9 + 0.025, reduction="batchmean"),
@@ -44,7 +45,29 @@ HEALTHY: dict[str, Loss] = {
         - (m(x) @ m(x).T).log_softmax(0).diagonal().mean()
     ),
     "one-hot": lambda m, x, y: -(_one_hot(y) * F.log_softmax(m(x), 1)).sum(1).mean(),
+    "classes come first": lambda m, x, y: -m(x).T.log_softmax(0)[y, torch.arange(len(y))].mean(),
+    "means of classes": lambda m, x, y: -(F.normalize(_one_hot(y), p=1, dim=0).T * m(x).T.log_softmax(0)).sum(),
+    "pairs by number": lambda m, x, y: F.nll_loss((m(x) @ m(x).T).log_softmax(0), torch.arange(len(x))),
+    "several captions of an image": lambda m, x, y: (
+        -(m(x) @ m(torch.cat([x, x])).T).log_softmax(0)[torch.arange(len(x)).repeat(2), torch.arange(2 * len(x))].mean()
+    ),
+    "both directions": lambda m, x, y: _both_directions(m(x), y),
+    "gate of a router": lambda m, x, y: F.cross_entropy(m(x) * _gate(m(x)), y),
+    "load of a router": lambda m, x, y: F.cross_entropy(m(x), y) + (m(x).softmax(0) * _one_hot(m(x).argmax(1))).sum(),
+    "unbatched attention": lambda m, x, y: F.cross_entropy((m(x) @ m(x[:6]).T).softmax(0).T @ m(x), y[:6]),
+    "pooling over nodes": lambda m, x, y: F.cross_entropy((m(x).softmax(0) * _one_hot(y)).sum(0)[None], y[:1]),
+    "Sinkhorn": lambda m, x, y: F.nll_loss(m(x).log_softmax(1).log_softmax(0), y),
 }
+
+
+def _both_directions(scores: Tensor, y: Tensor) -> Tensor:
+    """From samples to the prototypes of classes, and back."""
+    return F.cross_entropy(scores, y) - scores.log_softmax(0).gather(1, y[:, None]).mean()
+
+
+def _gate(scores: Tensor) -> Tensor:
+    """Tokens compete for each expert."""
+    return scores.softmax(0).gather(1, scores.argmax(1, keepdim=True))
 
 
 @pytest.mark.slow

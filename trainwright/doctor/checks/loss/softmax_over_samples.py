@@ -23,10 +23,11 @@ def softmax_over_samples(run: RunContext, exams: Every[LossFacts]) -> Results:
     loss falls and stays high, and predictions depend on the other samples.
 
     How it is detected: in three or more steps, the axis of the softmax is not that of the classes. This axis is known
-    for `nll_loss`, `cross_entropy` and `ctc_loss`, for a choice of one class in each row, and for targets whose rows
-    sum to 1.
+    for `nll_loss`, `cross_entropy` and `ctc_loss`, for a choice of one log-probability in each row, and for targets
+    whose rows sum to 1.
 
-    Exceptions: scores of pairs (N, N), as in contrastive losses, and probabilities that are transposed afterwards.
+    Exceptions: contrastive losses (scores of pairs (N, N), or a softmax over each axis), weights of a router or of a
+    pooling, and probabilities that are transposed afterwards.
 
     Usual cause: `dim=0`, which is also the default for three axes; or `dim=1` where the classes are the last axis.
 
