@@ -43,7 +43,6 @@ from trainwright.training.arguments import (
 )
 from trainwright.training.custom_objects import no_loss, require_no_loss_needed
 from trainwright.training.options import FitOptions, MetricsLike, ModelLike, OptimizerLike, RunOptions, ScheduleLike
-
 from trainwright.training.problems import all_problems_reported
 from trainwright.training.result import Result
 from trainwright.training.resume import folder_of
