@@ -256,6 +256,32 @@ def test_lbfgs_with_a_closure() -> None:
     assert "closure several times" in said(watch)
 
 
+def test_generators_are_given_to_torch_unread() -> None:
+    def loop(watching: Watching) -> list[Tensor]:
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with watching(model, optimizer):
+            for _ in range(6):
+                losses = [F.cross_entropy(model(X), Y), model(X).square().mean()]
+                ones = [torch.ones(()), torch.ones(())]
+                grads = torch.autograd.grad(  # type: ignore[call-overload]
+                    (each for each in losses),
+                    (p for p in model.parameters() if p.requires_grad),
+                    grad_outputs=(each for each in ones),
+                    create_graph=True,
+                )
+                penalty = torch.stack([grad.square().sum() for grad in grads]).sum()
+                optimizer.zero_grad()
+                torch.autograd.backward(
+                    (each for each in (*losses, penalty)),
+                    inputs=model.parameters(),  # type: ignore[arg-type]
+                )
+                optimizer.step()
+        return weights(model)
+
+    both(loop)
+
+
 def test_a_loop_that_never_calls_backward() -> None:
     watch = both(loop_of(lambda model, optimizer: model(X).sum()))
     assert watch.step == 0

@@ -284,7 +284,14 @@ def _not_compiled(hook: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+_OF_GRAD = ("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph")
 _OF_BACKWARD = ("grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs")
+
+
+def _without_iterators(args: tuple[object, ...], kwargs: Kwargs) -> tuple[tuple[object, ...], Kwargs]:
+    """Returns the arguments with generators read into tuples, because a listener and torch both read them."""
+    read = [tuple(each) if isinstance(each, Iterator) else each for each in (*args, *kwargs.values())]
+    return tuple(read[: len(args)]), dict(zip(kwargs, read[len(args) :]))
 
 
 def _wrap_backward(original: TorchFunction) -> TorchFunction:
@@ -292,6 +299,8 @@ def _wrap_backward(original: TorchFunction) -> TorchFunction:
         if inside.backward or not has_listeners():
             return original(tensors, *args, **kwargs)
         losses = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+        tensors = tensors if isinstance(tensors, Tensor) else losses
+        args, kwargs = _without_iterators(args, kwargs)
         options = dict(zip(_OF_BACKWARD, args)) | kwargs if args else kwargs
         tell("on_backward", losses, options)
         inside.enter("backward")
@@ -318,13 +327,16 @@ def _wrap_tensor_backward(original: TorchFunction) -> TorchFunction:
 def _wrap_grad(original: TorchFunction) -> TorchFunction:
     """Wraps torch.autograd.grad. Under a TorchFunctionMode, grad calls itself; the inner call is not reported."""
 
-    def grad(outputs: object, inputs: object, *args: object, **kwargs: object) -> object:
-        names = ("grad_outputs", "retain_graph", "create_graph")
+    def grad(*args: object, **kwargs: object) -> object:
+        if not has_listeners():
+            return original(*args, **kwargs)
+        args, kwargs = _without_iterators(args, kwargs)
         if not inside.grad and not inside.backward:
-            tell("on_autograd_grad", outputs, inputs, dict(zip(names, args)) | kwargs)
+            named = dict(zip(_OF_GRAD, args)) | kwargs
+            tell("on_autograd_grad", named.pop("outputs", ()), named.pop("inputs", ()), named)
         inside.enter("grad")
         try:
-            return original(outputs, inputs, *args, **kwargs)
+            return original(*args, **kwargs)
         finally:
             inside.leave("grad")
 
