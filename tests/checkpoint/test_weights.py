@@ -17,7 +17,7 @@ from trainwright.checkpoint.average import Ema
 from trainwright.checkpoint.checkpoint import save_checkpoint
 from trainwright.checkpoint.names import plain_name
 from trainwright.checkpoint.train_state import TrainState
-from trainwright.checkpoint.weights import load_plain_state_dict, plain_state_dict, read_weights, unwrapped
+from trainwright.checkpoint.weights import fill_zeros, load_plain_state_dict, plain_state_dict, read_weights, unwrapped
 from trainwright.errors import CheckpointError
 
 # torch's own compiler warns about torch's own jit when it is imported
@@ -206,3 +206,15 @@ def test_damage_is_found_before_anything_is_read(name: str, tmp_path: Path) -> N
     (path / name).write_bytes(content)
     with pytest.raises(CheckpointError, match=name):
         read_weights(path)
+
+
+def test_parameters_of_zeros_are_filled_the_same_each_time() -> None:
+    made = []
+    for _ in range(2):
+        model = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))  # only the bias of a norm begins at 0
+        before, state = [each.clone() for each in model.parameters()], torch.get_rng_state()
+        assert fill_zeros(model.named_parameters()) == ["1.bias"]
+        assert all(torch.equal(old, new) for old, new in zip(before[:3], [*model.parameters()][:3]))
+        assert torch.equal(torch.get_rng_state(), state)
+        made.append(model[1].bias)
+    assert torch.equal(*made) and 0 < made[0].abs().max() < 0.2

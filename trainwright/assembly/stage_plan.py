@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainwright.checkpoint.rng import preserved_rng, reseed
+from trainwright.checkpoint.rng import preserved_rng
+from trainwright.checkpoint.weights import fill_zeros
 from trainwright.distributed.split_plan import names_like
 from trainwright.errors import UsageError, text_of
 from trainwright.recipe.schema import StageStyle
@@ -210,11 +211,7 @@ def ready_to_try(model: nn.Module) -> Iterator[None]:
     The random weights are the same on all ranks. The model may be divided within the context.
     """
     modes = [(module, module.training) for module in model.modules()]
-    zeros = [name for name, each in model.named_parameters() if each.numel() and not each.any()]
-    with preserved_rng():
-        reseed(0)
-        for name in zeros:
-            nn.init.normal_(model.get_parameter(name), std=0.02)
+    zeros = fill_zeros(model.named_parameters())
     model.eval()
     try:
         yield

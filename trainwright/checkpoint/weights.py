@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -27,6 +27,18 @@ def unwrapped(model: nn.Module) -> nn.Module:
             model = compiled
         else:
             return model
+
+
+def fill_zeros(named: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """Fill parameters that are all 0 with small numbers, the same in each process, and return their names.
+
+    Gates, adapters and positions that begin at 0 have no effect until they are trained, which hides differences.
+    """
+    generator = torch.Generator().manual_seed(0)
+    zeros = [(name, each) for name, each in named if each.is_floating_point() and each.numel() and not each.any()]
+    for _, each in zeros:
+        each.data.copy_(torch.randn(each.shape, generator=generator, device="cpu") * 0.02)
+    return [name for name, _ in zeros]
 
 
 def require_python(model: nn.Module) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from trainwright.checkpoint.weights import fill_zeros
 from trainwright.doctor.facts.layers import InputsFacts
 from trainwright.doctor.measure.function import Outputs, max_distance, other_random_numbers
 from trainwright.recorder.plain_tensors import plain
@@ -37,7 +38,7 @@ def inputs(session: ReplaySession) -> InputsFacts:
     every = _leaves(session, calls[0])
     places = [place for place, (_, leaf) in enumerate(every) if _varies(leaf, session.size)][:MAX_ARGUMENTS]
     with session.live():
-        _fill_zeros(session.replayer.subject.parameters)
+        fill_zeros(("", each) for each in session.replayer.subject.parameters)
 
         def run(change: Intervention) -> Outputs:
             return plain(tensors_of(session.replayer.run(session.recorded_step, change, upto="forward").outputs))
@@ -52,16 +53,6 @@ def inputs(session: ReplaySession) -> InputsFacts:
             without = [place for place in without if is_steady and _are_equal(base, moved[place])]
         names = tuple(every[place][0] for place in without)
         return InputsFacts(len(places), names, *_order(session, run))
-
-
-def _fill_zeros(parameters: Sequence[Tensor]) -> None:
-    """Fills parameters that are all 0 with small numbers. Gates, adapters and positions that begin at 0 have no effect
-    until they are trained.
-    """
-    generator = torch.Generator().manual_seed(0)
-    for each in parameters:
-        if each.is_floating_point() and not each.any():
-            each.data.copy_(torch.randn(each.shape, generator=generator, device="cpu") * 0.02)
 
 
 def _are_equal(ones: Outputs, others: Outputs) -> bool:
