@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests import forked
-from trainwright.distributed.memory import free_bytes
+from trainwright.distributed.memory import free_bytes, held_bytes, unfreed_bytes
 from trainwright.recorder.ring import LEAST_BYTES, enough_bytes
 
 LIMIT = 2**32
@@ -39,6 +39,17 @@ def test_the_recorder_may_hold_three_states_and_no_more_than_a_quarter_of_what_i
     if free_bytes(torch.device("cpu")) > 8 * 9 * middle.weight.nbytes:
         assert enough_bytes([middle]) == 9 * middle.weight.nbytes > LEAST_BYTES
     assert enough_bytes([large]) <= max(LEAST_BYTES, psutil.virtual_memory().total // 4)
+
+
+def test_what_is_freed_does_not_count() -> None:
+    cpu, size = torch.device("cpu"), 2**26
+    before, resident = unfreed_bytes(), held_bytes(cpu)
+    kept = torch.ones(size // 4)
+    assert unfreed_bytes() - before == pytest.approx(size, rel=0.1)
+    assert held_bytes(cpu) - resident == pytest.approx(size, rel=0.1)
+    assert held_bytes(cpu) == pytest.approx(psutil.Process().memory_info().rss, rel=0.05)
+    del kept
+    assert abs(unfreed_bytes() - before) < size // 10
 
 
 FULL = """

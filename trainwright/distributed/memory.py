@@ -37,12 +37,19 @@ def held_bytes(device: torch.device) -> int:
     """
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
+    return _resident_and_shared_bytes()[0]
+
+
+def _resident_and_shared_bytes() -> tuple[int, int]:
+    """Return the resident memory of this process in bytes, and the part of it that are pages of files."""
     try:
-        # psutil allocates 32 KiB, and this is called when no memory is left
+        # psutil allocates 32 KiB, and this is called when no memory is left; between steps it takes 0.2 ms
         with _STATM.open("rb", buffering=0) as file:
-            return int(file.read(128).split()[1]) * mmap.PAGESIZE
+            resident, shared = map(int, file.read(128).split()[1:3])
+            return resident * mmap.PAGESIZE, shared * mmap.PAGESIZE
     except FileNotFoundError:  # not Linux
-        return int(psutil.Process().memory_info().rss)
+        seen = psutil.Process().memory_info()
+        return int(seen.rss), int(getattr(seen, "shared", 0))
 
 
 class _Allocated(ctypes.Structure):
@@ -65,8 +72,8 @@ def _mallinfo() -> Callable[[], _Allocated] | None:
 
 def _private_bytes() -> int:
     """Return the resident memory of this process without pages of files, in bytes."""
-    seen = psutil.Process().memory_info()
-    return int(seen.rss - getattr(seen, "shared", 0))
+    resident, shared = _resident_and_shared_bytes()
+    return resident - shared
 
 
 def unfreed_bytes() -> int:

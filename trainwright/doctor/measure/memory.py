@@ -34,7 +34,7 @@ _HOOKS = (
 
 
 class Growth(Probe):
-    """Records the resources of the process. A reading costs about 50 us, and 2 us for each module."""
+    """Records the resources of the process. A reading costs up to 0.5 ms, and 2 us for each module."""
 
     name = GrowthFacts.experiment
 
