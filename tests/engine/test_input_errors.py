@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -148,3 +149,14 @@ def test_ids_out_of_range_in_a_later_step_name_their_samples(of: str) -> None:
         tw.fit(model, data, loss, batch=8, accumulation=2, steps=3, settings={"data.shuffle": False})
     assert raised.value.sample_ids == (17,)
     assert "0 to " in raised.value.remedy
+
+
+@pytest.mark.parametrize("loss", [CE, "cross_entropy"], ids=["module", "name"])
+def test_labels_in_memory_are_examined_before_the_first_step(loss: nn.Module | str) -> None:
+    x, labels = torch.randn(24, 4), torch.randint(0, 5, (24,))
+    labels[[17, 20]] = torch.tensor([-100, 9])
+    fit = partial(tw.fit, head(5), (x, labels), loss, batch=8, quiet=True)
+    with pytest.raises(DataError, match=r"label 9 is out of range: the model has 5 outputs.*\(samples 20\)"):
+        fit(epochs=2)
+    assert fit(epochs=2, settings={"data.quarantine": [20]}).step == 6
+    assert fit(steps=2, settings={"data.shuffle": False}).step == 2  # the run ends before this sample

@@ -136,7 +136,7 @@ def hf_causal_lm(
         if target_BT is by_row_BT:
             raise
         classes = output.shape[-1] if head is None else len(head.weight)
-        raise _out_of_range(by_row_BT.flatten(), classes, len(by_row_BT)) from None
+        raise out_of_range(by_row_BT.flatten(), classes, len(by_row_BT)) from None
 
 
 def _head_for(
@@ -169,7 +169,7 @@ def _chunked_loss(hidden_BTD: Tensor, head: Head, target_BT: Tensor) -> Loss:
             hidden_BTD.flatten(0, -2), weight_VD, target_N, bias_V=head.bias, softcap=head.softcap
         )
     except IndexError:
-        raise _out_of_range(target_N, len(weight_VD), target_BT.shape[0]) from None
+        raise out_of_range(target_N, len(weight_VD), target_BT.shape[0]) from None
     return Loss(total, (target_BT != IGNORE).sum())
 
 
@@ -178,10 +178,11 @@ def _sum_of_cross_entropy(logits_NC: Tensor, target_N: Tensor, *, rows: int) -> 
     try:
         return F.cross_entropy(logits_NC.float(), target_N, reduction="sum", ignore_index=IGNORE)
     except IndexError:
-        raise _out_of_range(target_N.flatten(), logits_NC.shape[1], rows) from None
+        raise out_of_range(target_N.flatten(), logits_NC.shape[1], rows) from None
 
 
-def _out_of_range(target_N: Tensor, classes: int, rows: int) -> DataError:
+def out_of_range(target_N: Tensor, classes: int, rows: int) -> DataError:
+    """Return the error for labels that are no class. ``rows`` is the number of samples, each with equally many."""
     wrong = ((target_N < 0) & (target_N != IGNORE)) | (target_N >= classes)
     entries = wrong.nonzero().flatten()
     ids = torch.unique(entries // (len(target_N) // rows)).tolist()

@@ -88,7 +88,7 @@ from trainwright.training.layout import PIPELINE_WITHOUT_DRY_RUN, lay_out, tenso
 from trainwright.training.problems import all_problems_reported
 from trainwright.training.resume import Earlier, doubled_length
 from trainwright.training.run_metadata import describe_origin, notes_of_data
-from trainwright.training.supervision import audit_parts, require_supervised
+from trainwright.training.supervision import audit_parts, require_labels_in_range, require_supervised
 from trainwright.watching.budget import predicted_from_start_s
 
 MIN_MEMORY_HEADROOM_RATIO = 16
@@ -568,6 +568,9 @@ def _with_first_batch(job: Job, facts: RunFacts, first: StepBatch, asked: str | 
     one = replace(first, micro=(copy.deepcopy(first.micro[0]),))  # a model may write into its input
     together = job.world if job.divides_weights else SOLO
     seen = try_batch(job.state, one, job.parts.loss, job.precision_of, facts, asked, together)
+    if job.world.size == 1:
+        left_out = {*job.recipe.data.quarantine, *job.state.quarantine}
+        require_labels_in_range(job.parts, job.plan, seen.outputs, left_out)
     notes = [Note("loss", "weighted by batch size", PLAIN_MEAN_NOTE)] if seen.mean else []
     notes += [Note("dry run", "uncompiled", UNCOMPILED_NOTE)] if job.recipe.model.compile else []
     notes.extend(memory_note(job.recipe.optimizer.use, seen.optimizer_bytes))

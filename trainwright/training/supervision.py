@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils.data import TensorDataset
 
 from trainwright.assembly.assemble import Parts
 from trainwright.checkpoint.cursor import StepBatch
@@ -15,8 +18,10 @@ from trainwright.data.first_samples import first_samples
 from trainwright.data.padding import IGNORE
 from trainwright.data.unwrap import Unwrapped
 from trainwright.engine.loss import ModelLoss
+from trainwright.engine.losses import cross_entropy, out_of_range
 from trainwright.errors import DataError
 from trainwright.finetune.audit import audit_batches, audit_set, limits_of, special_ids, tokenized_set_of
+from trainwright.plan.make import Plan
 from trainwright.runs.supervision import Supervision
 
 MAX_SAMPLES_READ = 64
@@ -47,6 +52,26 @@ def require_supervised(audits: Sequence[Supervision]) -> None:
     for audit in audits:
         if audit.refusal is not None:
             raise DataError(audit.refusal.message, remedy=audit.refusal.remedy)
+
+
+def require_labels_in_range(parts: Parts, plan: Plan, outputs: int | None, left_out: Collection[int]) -> None:
+    """Raise DataError if labels in memory are no class of a cross-entropy, which would end the run in an epoch.
+
+    The labels of samples in ``left_out`` may be any.
+    """
+    loss, data = parts.loss, parts.train.dataset
+    is_known = loss is cross_entropy or (isinstance(loss, nn.CrossEntropyLoss) and loss.ignore_index == IGNORE)
+    has_epoch = plan.extent.steps is None or plan.extent.steps >= (plan.steps_per_epoch or math.inf)
+    if not (is_known and has_epoch and outputs and type(data) is TensorDataset and parts.train.order is None):
+        return
+    labels = data.tensors[-1]
+    if len(data.tensors) < 2 or labels.dim() != 1 or labels.dtype != torch.int64:
+        return
+    wrong = (((labels < 0) & (labels != IGNORE)) | (labels >= outputs)).nonzero().flatten().tolist()
+    if ids := [index for index in wrong if index not in left_out]:
+        error = out_of_range(labels[ids], outputs, len(ids))
+        few = f"{', '.join(map(str, ids[:8]))}{', ...' if len(ids) > 8 else ''}"
+        raise DataError(f"{error.message} (samples {few})", sample_ids=ids, remedy=error.remedy)
 
 
 def _audit_of_batches(parts: Parts, first: StepBatch | None, left_out: Collection[int]) -> list[Supervision]:
