@@ -82,12 +82,16 @@ def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
         "until": "10steps..20steps",
     }
     with pytest.raises(RecipeError) as caught:
-        made(tmp_path, over, metric="accuracy", budget="3x")
+        made(tmp_path, over, metric="reward", budget="3x")
     found = {each.path: each for each in caught.value.problems}
     assert {*over, "metric", "budget"} <= set(found)
     assert "did you mean optimizer.lr?" in found["optimizer.lrr"].remedy
     assert "empty range" in found["optimizer.weight_decay"].rule
     assert all(each.remedy for each in found.values())
+
+
+def test_the_mode_of_a_built_in_metric_is_known(tmp_path: Path) -> None:
+    assert made(tmp_path, metric="accuracy").mode == "max"
 
 
 def test_a_grid_reports_combinations_that_the_schema_refuses(tmp_path: Path) -> None:

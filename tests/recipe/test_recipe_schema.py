@@ -102,6 +102,28 @@ def test_a_bound_alone_clips_by_the_norm() -> None:
 RECOMMENDED = {"preset": "recommended"}
 
 
+@pytest.mark.parametrize(
+    ("best", "mode"),
+    [
+        *((best, "max") for best in ("accuracy", "half.accuracy", "f1.0", "reward_accuracy")),
+        *((best, "min") for best in ("loss", "noisy.loss", "calibration_error", "mse.0", "perplexity")),
+    ],
+)
+def test_the_name_of_a_metric_tells_which_value_is_best(best: str, mode: str) -> None:
+    assert from_mapping({**SMALL, "checkpoint": {"best": best}}).recipe.checkpoint.best_mode == mode
+    stated = from_mapping({**SMALL, "checkpoint": {"best": best, "best_mode": "min"}})
+    assert stated.recipe.checkpoint.best_mode == "min"
+
+
+@pytest.mark.parametrize("best", ["reward", "neg_mse", "lm_eval.task.acc"])
+def test_a_metric_whose_name_tells_no_mode_needs_one(best: str) -> None:
+    with pytest.raises(RecipeError, match=r"checkpoint\.best_mode: is required(.|\n)*set checkpoint\.best_mode"):
+        from_mapping({**SMALL, "checkpoint": {"best": best}})
+    assert (
+        from_mapping({**SMALL, "checkpoint": {"best": best, "best_mode": "max"}}).recipe.checkpoint.best_mode == "max"
+    )
+
+
 def test_the_recommended_settings() -> None:
     loaded = from_mapping({**SMALL, **RECOMMENDED})
     recipe, optimizer = loaded.recipe, loaded.recipe.optimizer

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 
 @dataclass(frozen=True)
@@ -179,6 +179,24 @@ METRICS = _by_name(
     Row("pearson", "trainwright.engine.named_metrics:pearson", "Pearson correlation."),
     Row("spearman", "trainwright.engine.named_metrics:spearman", "Rank correlation."),
 )
+
+_SMALLER_IS_BETTER = ("loss", "error", "perplexity", "mae", "mse", "rmse", "mape")
+
+
+def mode_of(metric: str) -> Literal["min", "max"] | None:
+    """Return "min" or "max" if the name of a validation metric tells which value is best, else None.
+
+    It may contain the name of a built-in metric, as in ``half.accuracy``, ``f1.0`` or ``val_f1``.
+    """
+    if "neg" in metric:  # scikit-learn's neg_mean_squared_error
+        return None
+    for part in reversed(metric.split(".")):
+        if part.endswith(_SMALLER_IS_BETTER):
+            return "min"
+        if any(f"_{part}".endswith(f"_{name}") for name in METRICS if name != "lm_eval"):
+            return "max"
+    return None
+
 
 OPTIMIZERS = _by_name(
     OptimizerRow(

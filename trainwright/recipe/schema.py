@@ -38,6 +38,7 @@ from trainwright.recipe.catalog import (
     SCHEDULES,
     SINKS,
     SPIKE_POLICIES,
+    mode_of,
     optimizer_row,
 )
 from trainwright.recipe.duration import Duration, DurationField
@@ -686,7 +687,8 @@ class Checkpoint(Section):
         examples=["accuracy"],
     )
     best_mode: Literal["min", "max"] = Field(
-        default="min", description="Whether the best value is the smallest or the largest."
+        default="min",
+        description="Whether the smallest or the largest value is best. Default: by the name, if it is a known one.",
     )
     restore_best: bool = Field(
         default=False, description="At the end of the run, the model gets the weights of the best checkpoint."
@@ -697,6 +699,18 @@ class Checkpoint(Section):
     signals: Annotated[tuple[Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP"], ...], Field(strict=False)] = Field(
         default=("SIGTERM", "SIGUSR1"), description="Signals that make a run save and stop, besides SIGINT."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_mode(cls, value: object) -> object:
+        """Fill in ``best_mode`` for a metric whose name tells it."""
+        if not isinstance(value, dict) or "best_mode" in value or not isinstance(best := value.get("best"), str):
+            return value
+        if (mode := mode_of(best)) is None:
+            rule = f"is required: it is unknown if a larger {best}, which is checkpoint.best, is better"
+            remedy = "set checkpoint.best_mode to max if it is, else to min"
+            raise RecipeError(Problem("best_mode", rule, remedy=remedy))
+        return {**value, "best_mode": mode}
 
     @field_validator("keep_every")
     @classmethod

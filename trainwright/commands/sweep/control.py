@@ -468,7 +468,7 @@ def sweep(
             else TPE.
         pruner: ``none``, or ``median`` or ``hyperband``, which stop trials that are worse than others at the same step.
         metric: ``loss`` (of the validation), ``train_loss``, or the name of a metric of the validation.
-        mode: ``min`` or ``max``; required for a metric that is not a loss.
+        mode: ``min`` or ``max``; required unless ``metric`` is a loss or a built-in metric.
         seed: The seed of the sampler. The trials have the seed of the recipe.
         jobs: Number of concurrent trials. Default: as many as cores and memory allow.
         threads: CPU threads of each trial, 1 by default. The number changes the last bits of a result.

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from trainwright.errors import Problem, Problems, RecipeError, UsageError, suggest
 from trainwright.recipe import Loaded, load
+from trainwright.recipe.catalog import mode_of
 from trainwright.recipe.duration import Duration
 from trainwright.recipe.load import ENV_PREFIX, RESERVED_ENV
 from trainwright.recipe.schema import NAME_PATTERN
@@ -465,9 +466,9 @@ def _metric(file: SweepFile, loaded: Loaded) -> tuple[str, Literal["min", "max"]
             f"{metric} is measured on a validation set, and the recipe has none",
             remedy=f"add data.val, or write metric: {TRAIN_LOSS}",
         )
-    if file.mode is None and metric not in (VALIDATION_LOSS, TRAIN_LOSS):
+    if (mode := file.mode or mode_of(metric)) is None:
         raise UsageError(f"it is unknown if a larger {metric} is better", remedy="write mode: max, or --mode max")
-    return metric, file.mode or "min"
+    return metric, mode
 
 
 def _sampler(file: SweepFile, space: Sequence[Dimension]) -> tuple[Literal["grid", "random", "tpe"], int | None]:
