@@ -369,6 +369,13 @@ def test_patience_goes_on_counting_after_a_resume() -> None:
     assert (ended.step, ended.reason) == (whole.step, whole.reason)
 
 
+def test_early_stopping_waits_while_the_accuracy_rises() -> None:
+    result = overfitted(observers=[tw.EarlyStopping(patience=2, metric="accuracy")], metrics=["accuracy"])
+    seen = [line["metrics"]["accuracy"] for line in log(result, "evaluated")]
+    assert result.reason.startswith(f"early stopping: accuracy was not better than {max(seen):.6g}")
+    assert max(seen[:2]) < max(seen) and result.step == seen.index(max(seen)) + 3
+
+
 def test_what_early_stopping_cannot_go_by() -> None:
     with pytest.raises(UsageError, match=r"no metric 'f1'"):
         overfitted(observers=[tw.EarlyStopping(metric="f1")])
@@ -376,6 +383,7 @@ def test_what_early_stopping_cannot_go_by() -> None:
         ({"patience": 0}, "patience is 0"),
         ({"min_delta": -1.0}, "min_delta"),
         ({"mode": "up"}, "mode"),
+        ({"metric": "reward"}, "it is unknown if a larger reward is better"),
     ):
         with pytest.raises(UsageError, match=said):
             tw.EarlyStopping(**wrong)  # type: ignore[arg-type]

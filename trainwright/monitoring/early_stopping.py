@@ -11,6 +11,7 @@ from trainwright.checkpoint.train_state import TrainState
 from trainwright.engine.observer import Stop
 from trainwright.engine.step import StepResult
 from trainwright.errors import UsageError, require_choice
+from trainwright.recipe.catalog import mode_of
 
 
 class EarlyStopping:
@@ -20,21 +21,30 @@ class EarlyStopping:
         patience: Number of successive evaluations without an improvement after which the run ends.
         metric: ``loss``, or any metric of the validation.
         min_delta: The minimum change that counts as an improvement.
-        mode: ``min`` if a smaller value is better, ``max`` if a larger one is.
+        mode: ``min`` if a smaller value is better, ``max`` if a larger one is. Default: known for losses and built-in
+            metrics.
 
     Raises:
-        UsageError: ``patience`` or ``min_delta`` is out of range.
+        UsageError: ``patience`` or ``min_delta`` is out of range, or ``mode`` is missing for a metric of your own.
     """
 
     needs_evaluation = True
 
     def __init__(
-        self, patience: int = 3, metric: str = "loss", min_delta: float = 0.0, mode: Literal["min", "max"] = "min"
+        self,
+        patience: int = 3,
+        metric: str = "loss",
+        min_delta: float = 0.0,
+        mode: Literal["min", "max"] | None = None,
     ) -> None:
         if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
             raise UsageError(f"patience is {patience!r}", remedy="pass the number of evaluations to wait: patience=3")
         if not 0 <= min_delta < math.inf:
             raise UsageError(f"min_delta is {min_delta!r}", remedy="pass a number of at least 0: min_delta=0.001")
+        if (mode := mode or mode_of(metric)) is None:
+            raise UsageError(
+                f"it is unknown if a larger {metric} is better", remedy=f"EarlyStopping(metric={metric!r}, mode='max')"
+            )
         require_choice("mode", mode, ("min", "max"))
         self.patience = patience
         self.metric = metric
