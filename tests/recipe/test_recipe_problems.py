@@ -49,6 +49,7 @@ BROKEN = [
     ("null: 2", "null", 3, "keys must be text", "quotes around it"),
     ("true: 2", "true", 3, "keys must be text", "quotes around it"),
     ("optimizer: {groups: [3]}", "optimizer.groups.0", 3, "mapping of keys", "{match: '*.embed.*'}"),
+    ("optimizer: {clip: 1.0}", "optimizer.clip", 3, "mapping of keys", "{by: norm, at: 1.0}"),
     # types
     ("optimizer: {lr: '1e-3'}", "optimizer.lr", 3, "must be a number", "remove the quotes: 1e-3"),
     ("seed: '7'", "seed", 3, "whole number", "remove the quotes: 7"),

@@ -579,7 +579,7 @@ class Optimizer(Part):
     groups: Annotated[tuple[Group, ...], Field(strict=False)] = Field(
         default=(), description="Settings by parameter name; the first match applies."
     )
-    clip: Clip = Field(default_factory=Clip, description="Gradient clipping.")
+    clip: Clip = Field(default_factory=Clip, description="Gradient clipping.", examples=[{"by": "norm", "at": 1.0}])
     lr_rule: LrRule = Field(default_factory=LrRule, description="Learning rate by batch size.")
     offload: Literal["auto", True, False] = Field(
         default=False,
