@@ -567,3 +567,12 @@ def test_a_model_that_writes_files_is_neither_tried_nor_replayed(capsys: pytest.
     assert "it opens a file to write" in notes["dry run"]
     said = capsys.readouterr()
     assert (said.out + said.err).count("no step of this run is replayed: it opens a file to write") == 1
+
+
+def test_train_accepts_the_path_of_a_recipe() -> None:
+    recipe = {"until": "1steps", "model": "gpt", "data": {"train": "python-topics"}}
+    Path("small.yaml").write_text(yaml.safe_dump(recipe | {"log": {"evry": 1}}))
+    with pytest.raises(RecipeError, match=r"small\.yaml:.*log\.evry"):
+        tw.train("small.yaml", quiet=True)
+    with pytest.raises(UsageError, match="the recipe is a dict"):
+        tw.train(recipe)  # type: ignore[arg-type]

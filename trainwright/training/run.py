@@ -39,7 +39,7 @@ from trainwright.monitoring.progress import Progress
 from trainwright.monitoring.signals import Signals, grace_s
 from trainwright.monitoring.terminal import Console
 from trainwright.plan.explain import preflight
-from trainwright.recipe import Loaded, require_unmasked
+from trainwright.recipe import Loaded, load, require_unmasked
 from trainwright.recipe.resolve import is_live
 from trainwright.report.pages.report import leave_report
 from trainwright.report.server.serve import serve_in_background
@@ -65,7 +65,7 @@ from trainwright.training.run_metadata import rewrite_metadata, write_metadata
 
 
 def train(
-    loaded: Loaded,
+    loaded: Loaded | str | Path,
     *,
     parts: Parts | None = None,
     resume: RunFolder | None = None,
@@ -79,7 +79,7 @@ def train(
     """Train a recipe from its first step, or from the newest checkpoint of ``resume``, to its end.
 
     Args:
-        loaded: The recipe.
+        loaded: The recipe, or the path of its file.
         parts: Live objects that replace the objects named by the recipe.
         resume: The run folder to resume from.
         accept: Recipe paths of accepted differences to the earlier part of the run.
@@ -95,6 +95,12 @@ def train(
     Raises:
         TrainwrightError: A mistake that the user can fix. The error names its remedy.
     """
+    loaded = load(loaded) if isinstance(loaded, str | Path) else loaded
+    if not isinstance(loaded, Loaded):
+        raise UsageError(
+            f"train: the recipe is a {type(loaded).__name__}",
+            remedy="pass the path of its file, or for a dict trainwright.recipe.from_mapping(...)",
+        )
     launch = Launch.read(os.environ)
     require_trainable(loaded, parts, launch.size)
     with process_of_run(loaded, parts, launch, world, console or Console(), quiet=quiet) as process:
