@@ -576,3 +576,11 @@ def test_train_accepts_the_path_of_a_recipe() -> None:
         tw.train("small.yaml", quiet=True)
     with pytest.raises(UsageError, match="the recipe is a dict"):
         tw.train(recipe)  # type: ignore[arg-type]
+
+
+def test_resume_accepts_a_result_and_refuses_true() -> None:
+    first = tw.fit(net(), data(), nn.CrossEntropyLoss(), steps=2, quiet=True)
+    second = tw.fit(net(), data(), nn.CrossEntropyLoss(), steps=3, quiet=True, resume=first)
+    assert (second.run, second.step) == (first.run, 3)
+    with pytest.raises(UsageError, match="resume is True"):
+        tw.fit(net(), data(), nn.CrossEntropyLoss(), steps=3, quiet=True, resume=True)

@@ -104,7 +104,7 @@ def fit(
     preset: Literal["recommended"] | None = None,
     name: str | None = None,
     settings: Mapping[str, object] | None = None,
-    resume: str | Path | None = None,
+    resume: str | Path | Result | None = None,
     accept: str | Sequence[str] = (),
     metrics: MetricsLike | None = None,
     observers: Sequence[Observer | Callable[[StepResult, TrainState], Stop | None]] = (),
@@ -166,7 +166,7 @@ def fit(
             decay on norms and biases. Other arguments take precedence.
         name: Name of the run and of its folder.
         settings: Any other recipe keys by path, ``{"optimizer.clip.at": 0.5}``, or as nested mappings.
-        resume: The folder of an earlier run of the same call, or the URL of its copy. That run is continued.
+        resume: The folder or result of an earlier run of the same call, or the URL of its copy. That run is continued.
         accept: The recipe path or paths, such as ``"optimizer.lr"``, at which a difference to that run is accepted.
         metrics: Metrics over the full validation set, and over the training batches since the previous log record:
             names such as ``["accuracy", "f1"]`` (docs/reference/catalog.md lists them), or a mapping from names to
@@ -194,6 +194,9 @@ def fit(
         KeyboardInterrupt: After Ctrl-C, once the run is saved, unless ``on_interrupt`` is ``"return"``.
     """
     require_choice("on_interrupt", on_interrupt, ("raise", "return"))
+    earlier = resume.run if isinstance(resume, Result) else resume
+    if isinstance(earlier, bool):
+        raise UsageError(f"fit: resume is {earlier}", remedy="name the run: resume='runs/my-run', or pass its result")
     options: FitOptions = {
         "advance": advance,
         "val": val,
@@ -222,7 +225,7 @@ def fit(
     result = train(
         loaded,
         parts=parts,
-        resume=None if resume is None else folder_of(resume),
+        resume=None if earlier is None else folder_of(earlier),
         accept=(accept,) if isinstance(accept, str) else tuple(accept),
         quiet=quiet,
         serve=serve,
