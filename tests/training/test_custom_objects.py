@@ -381,6 +381,10 @@ def test_what_cannot_be_is_said_in_words(given: Objects, said: str) -> None:
         fit(model, **given(model))
 
 
+def test_a_single_observer_needs_no_list() -> None:
+    assert fit(net(), observers=lambda result, state: tw.Stop("enough")).reason == "enough"
+
+
 @pytest.mark.filterwarnings("error")
 def test_an_update_that_is_left_out_does_not_make_torch_warn() -> None:
     x, y = data()

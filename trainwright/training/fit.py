@@ -42,17 +42,22 @@ from trainwright.training.arguments import (
     split_metrics,
 )
 from trainwright.training.custom_objects import no_loss, require_no_loss_needed
-from trainwright.training.options import FitOptions, MetricsLike, ModelLike, OptimizerLike, RunOptions, ScheduleLike
+from trainwright.training.options import (
+    FitOptions,
+    MetricsLike,
+    ModelLike,
+    ObserverLike,
+    OptimizerLike,
+    RunOptions,
+    ScheduleLike,
+)
 from trainwright.training.problems import all_problems_reported
 from trainwright.training.result import Result
 from trainwright.training.resume import folder_of
 from trainwright.training.run import train
 
 if TYPE_CHECKING:
-    from trainwright.checkpoint.train_state import TrainState
     from trainwright.engine.manual_step import OwnStep
-    from trainwright.engine.observer import Observer, Stop
-    from trainwright.engine.step import StepResult
     from trainwright.recipe.load import Setting
 
 SHORT_NAMES = {
@@ -107,7 +112,7 @@ def fit(
     resume: str | Path | Result | None = None,
     accept: str | Sequence[str] = (),
     metrics: MetricsLike | None = None,
-    observers: Sequence[Observer | Callable[[StepResult, TrainState], Stop | None]] = (),
+    observers: ObserverLike | Sequence[ObserverLike] = (),
     restore_best: bool = False,
     retain_grad: Sequence[str] = (),
     on_interrupt: Literal["raise", "return"] = "raise",
@@ -276,6 +281,7 @@ def _fit_objects(
     generators = RngBag.capture()
     advance, optimizer, schedule = options.get("advance"), options.get("optimizer"), options.get("schedule")
     batch, device, settings = options.get("batch"), options.get("device"), options.get("settings")
+    observers = options.get("observers", ())
     require_ready(model)
     judge = loss if loss is not None else ModelLoss() if advance is None else no_loss
     if not isinstance(judge, str):
@@ -316,7 +322,7 @@ def _fit_objects(
     custom = CustomObjects(
         optimizer=objects.optimizer,
         schedule=objects.schedule,
-        observers=[as_observer(each) for each in options.get("observers", ())],
+        observers=[as_observer(each) for each in (observers if isinstance(observers, Iterable) else [observers])],
         advance=advance,
         metrics=own_metrics,
         generators=None if is_seeded else generators,

@@ -30,6 +30,8 @@ Named: TypeAlias = str | Mapping[str, object]
 MetricsLike: TypeAlias = "str | Sequence[Named] | Mapping[str, Named | Metric | Callable[..., object]]"
 """One name, several of ``Named``, or a mapping from names to ``Named``, metric objects or functions."""
 
+ObserverLike: TypeAlias = "Observer | Callable[[StepResult, TrainState], Stop | None]"
+
 
 class RunOptions(TypedDict, total=False):
     """Arguments of ``tw.fit`` that define the training, other than model, data, loss and steps."""
@@ -52,7 +54,7 @@ class RunOptions(TypedDict, total=False):
     name: str | None
     settings: Mapping[str, object] | None
     metrics: MetricsLike | None
-    observers: Sequence[Observer | Callable[[StepResult, TrainState], Stop | None]]
+    observers: ObserverLike | Sequence[ObserverLike]
     restore_best: bool
     retain_grad: Sequence[str]
 
