@@ -238,6 +238,12 @@ def test_log_refuses_what_is_no_figure(figures: dict[str, Any], said: str) -> No
         tw.fit(nn.Linear(1, 1), (torch.ones(4, 1), torch.ones(4, 1)), loss, steps=1, quiet=True)
 
 
+@pytest.mark.parametrize("unnamed", [("x", 1.0), ({"x": 1.0},)], ids=["pair", "mapping"])
+def test_log_names_its_form_for_unnamed_figures(unnamed: tuple[Any, ...]) -> None:
+    with pytest.raises(UsageError, match=r"write tw\.log\(name=value\)"):
+        tw.log(*unnamed)
+
+
 def test_log_outside_of_a_run_does_nothing() -> None:
     before = sorted(Path.cwd().rglob("*"))
     tw.log(anything=1.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextvars import ContextVar
-from typing import Protocol
+from typing import Never, Protocol
 
 from torch import Tensor
 
@@ -55,7 +55,7 @@ def count_for(samples: float) -> None:
         collector.weight = samples
 
 
-def log(**figures: float | Tensor | Loggable) -> None:
+def log(*unnamed: Never, **figures: float | Tensor | Loggable) -> None:
     """Log figures, images, texts and histograms from inside a step, a loss or an observer of ``tw.fit``.
 
     Each record of the log has the mean of a number since the previous record, and the run's page plots it. A validation
@@ -71,7 +71,7 @@ def log(**figures: float | Tensor | Loggable) -> None:
         **figures: Numbers, tensors of one element, ``tw.Image``, ``tw.Histogram`` or strings, by name.
 
     Raises:
-        UsageError: A value has another type, or the log itself uses the name, such as ``loss``.
+        UsageError: A value has no name or another type, or the log itself uses the name, such as ``loss``.
 
     Example:
         >>> def loss(model, batch):
@@ -79,6 +79,8 @@ def log(**figures: float | Tensor | Loggable) -> None:
         ...     tw.log(kl=kl, reconstruction=tw.Image(output[0]))
         ...     return torch.nn.functional.mse_loss(output, batch[0]) + kl
     """
+    if unnamed:
+        raise UsageError("tw.log: a figure has no name", remedy="write tw.log(name=value), or tw.log(**{'a/b': value})")
     collector = _collector.get()
     if collector is None:
         return
