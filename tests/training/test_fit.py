@@ -162,7 +162,7 @@ def test_mistakes_name_their_remedy() -> None:
     with pytest.raises(TypeError, match="not callable") as raised:
         tw.fit(net(), data(), lambda net, batch: net(batch[0]).sum(), steps=1, quiet=True)
     assert "was called as loss(output, target)" in raised.value.__notes__[0]
-    with pytest.raises(UsageError, match="no dataset"):
+    with pytest.raises(UsageError, match="is not a dataset"):
         tw.fit(net(), 7, nn.CrossEntropyLoss())
     with pytest.raises(RecipeError, match="until"):
         tw.fit(net(), data(), nn.CrossEntropyLoss(), until="10")
