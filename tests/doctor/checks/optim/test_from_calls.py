@@ -10,7 +10,7 @@ import pytest
 from tests.doctor.checks.calls import CARRIED, HEALTHY, B, F, S, Z, fires, steps
 from trainwright.doctor.facts.calls import CallsFacts, GroupFacts, OptimizerFacts, ScaledClip, ScalerFacts
 from trainwright.doctor.facts.loss import AccumulationFacts
-from trainwright.doctor.facts.weights import BatchStepsFacts, LoadedMomentsFacts, UpdateFacts
+from trainwright.doctor.facts.weights import BatchStepsFacts, LoadedMomentsFacts, UpdateFacts, WeightsFacts
 
 
 def clip(at: float = 1.0, norm: float = 5.0, parameters: int = 6) -> tuple[str, dict[str, Any]]:
@@ -47,6 +47,11 @@ def test_step_never_called_needs_weights_that_stand_still() -> None:
     assert fires(code, (1, facts), made=[]) == ["critical"]
     assert fires(code, (1, replace(facts, moved=True)), made=[]) == []
     assert fires(code, (1, facts), made=[], finished=False) == []
+    still, idle = WeightsFacts(steps=3, tensors=2, has_gradient=True), steps(Z, F, B, count=3, grads=[0, 6])
+    assert fires(code, (3, facts), (3, still), made=idle) == ["critical"]
+    assert fires(code, (3, facts), (3, still), made=idle, finished=False) == []
+    assert fires(code, (3, facts), (3, replace(still, moved=1)), made=idle) == []
+    assert fires(code, (3, CALLS), (3, still), made=steps(*HEALTHY, count=3, grads=[6, 6])) == []
     waits = replace(CALLS, optimizers=CALLS.optimizers * 2)
     assert fires(code, (20, waits), made=steps(*HEALTHY, count=20)) == ["warning"]
 

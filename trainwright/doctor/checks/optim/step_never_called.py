@@ -1,12 +1,17 @@
 from trainwright.doctor import Results, RunContext, by_experiment, check
 from trainwright.doctor.facts.calls import CallsFacts, kinds
+from trainwright.doctor.facts.weights import WeightsFacts
+
+MIN_STEPS = 3  # Steps of a finished run without an update
+MIN_STEPS_SO_FAR = 64  # Steps of an unfinished run without an update: a custom step may accumulate over several
 
 
 @check(points_at="backward", stage="update", severity="critical", confidence=0.98, explains=("loop.unseen",))
 def step_never_called(run: RunContext, facts: CallsFacts) -> Results:
     """`backward()` runs and `optimizer.step()` is never called, so no weight changes.
 
-    How it is detected: the run has three or more backward passes, no update, and no changed weight. Or one of several
+    How it is detected: the run has three or more backward passes, no update, and no changed weight (during a run with a
+    custom step: 64 steps). Or one of several
     optimizers never steps in a run of 20 steps, although its parameters have gradients (a warning).
 
     Usual cause: the call is missing, or its condition is never true: `(i + 1) % accumulation == 0` where an epoch has
@@ -17,6 +22,13 @@ def step_never_called(run: RunContext, facts: CallsFacts) -> Results:
 
     Fix: `optimizer.step()` after `backward()`; with a scaler `scaler.step(optimizer); scaler.update()`.
     """
+    done = {v["optimizer"] for each in run.steps for _, v in kinds(each, "step") if isinstance(v, dict)}
+    done |= {v for each in run.steps for _, v in kinds(each, "scaler_skipped")}
+    idle = 0 if done else sum(not {"nonfinite", "vetoed"} & each.values.keys() for each in run.steps)
+    weights = [weights for _, weights in run.every(WeightsFacts)]
+    if idle >= (MIN_STEPS if run.finished else MIN_STEPS_SO_FAR) and weights and not weights[-1].moved:
+        symptom = f"no weight has changed in {weights[-1].steps} steps: they never call an optimizer's step()"
+        yield run.finding(1, symptom=symptom, evidence=[("updates", 0, weights[-1].steps)])
     if not run.finished:
         return
     if not run.steps:
@@ -26,8 +38,6 @@ def step_never_called(run: RunContext, facts: CallsFacts) -> Results:
             symptom = f"{facts.backwards} backward passes, and not one call of an optimizer's step(): no weight changes"
             yield run.finding(1, symptom=symptom, evidence=[("steps", 0, facts.backwards)])
         return
-    done = {v["optimizer"] for each in run.steps for _, v in kinds(each, "step") if isinstance(v, dict)}
-    done |= {v for each in run.steps for _, v in kinds(each, "scaler_skipped")}
     for number, optimizer in enumerate(facts.optimizers):
         waits = number not in done and any(group.with_grad for group in optimizer.groups)
         if len(facts.optimizers) > 1 and len(run.steps) >= 20 and waits:
