@@ -584,3 +584,43 @@ def test_resume_accepts_a_result_and_refuses_true() -> None:
     assert (second.run, second.step) == (first.run, 3)
     with pytest.raises(UsageError, match="resume is True"):
         tw.fit(net(), data(), nn.CrossEntropyLoss(), steps=3, quiet=True, resume=True)
+
+
+def norm_net() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(20, 32), nn.BatchNorm1d(32), nn.Dropout(0.1), nn.Linear(32, 3))
+
+
+def test_an_error_in_the_loss_saves_the_last_step_and_a_resume_has_the_same_bits() -> None:
+    def broken(output: Tensor, target: Tensor) -> Tensor:
+        if done == [1, 2, 3, 4, 5]:
+            raise ValueError("my bug")
+        return nn.functional.cross_entropy(output, target)
+
+    whole, stopped, resumed, done = norm_net(), norm_net(), norm_net(), list[int]()
+    given: dict[str, Any] = {"until": "9steps", "seed": 3, "quiet": True, "settings": {"log.doctor": False}}
+    tw.fit(whole, data(), nn.functional.cross_entropy, **given)
+    with pytest.raises(ValueError, match="my bug") as caught:
+        observers = [lambda result, state: done.append(result.step)]
+        tw.fit(stopped, data(), broken, name="broken", observers=observers, **given)
+    assert [each.name for each in Path("runs/broken/checkpoints").glob("step-*")] == ["step-00000005"]
+    assert "step-00000005" in caught.value.__notes__[-1]
+    tw.fit(
+        resumed, data(), nn.functional.cross_entropy, name="broken", resume="runs/broken", accept="loss.use", **given
+    )
+    for one, other in zip(whole.state_dict().values(), resumed.state_dict().values(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_an_error_in_a_custom_step_names_that_nothing_is_saved() -> None:
+    def step(state: tw.TrainState, batch: StepBatch) -> Tensor:
+        if state.step == 3:
+            raise ValueError("my bug")
+        loss = nn.functional.cross_entropy(state.model(batch.data[0]), batch.data[1])
+        loss.backward()
+        state.optimizer.step()
+        return loss.detach()
+
+    with pytest.raises(ValueError, match="my bug") as caught:
+        tw.fit(net(), data(), advance=step, quiet=True)
+    assert caught.value.__notes__[-1].startswith("nothing is saved: step 4 may be incomplete")

@@ -15,7 +15,7 @@ from trainwright.distributed.group import SOLO, World
 from trainwright.engine.evaluate import EvaluationResult
 from trainwright.engine.observer import Observer, Stop, as_observer, as_stop
 from trainwright.engine.step import StepFn, StepResult
-from trainwright.errors import OutOfMemoryError, RankError, UsageError
+from trainwright.errors import RankError, UsageError
 
 
 class Periodic(Protocol):
@@ -68,8 +68,8 @@ def save_after(error: Exception, state: TrainState, saving: Saver) -> None:
         saving.rescue(state)
 
 
-class SaveOnOutOfMemory:
-    """Saves the last good step when the next step runs out of memory and leaves the state intact."""
+class SaveIfWhole:
+    """Saves the last good step if the next step raises an error and leaves the state intact (``error.whole``)."""
 
     def __init__(self, state: TrainState, saving: Saver) -> None:
         self.state, self.saving = state, saving
@@ -77,7 +77,7 @@ class SaveOnOutOfMemory:
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, OutOfMemoryError) and error.whole and self.state.step:
+        if getattr(error, "whole", False) and self.state.step:
             self.saving.rescue(self.state)
 
 
@@ -238,8 +238,8 @@ def run(
 
     Saves once more at the end, unless the Stop has ``save=False``. A run that was not stopped is evaluated at its end.
     After an exception in an observer or in the evaluation the state is saved, too, because it is complete between two
-    steps. An exception inside a step closes everything and saves nothing, except an OutOfMemoryError that leaves the
-    state intact.
+    steps. After an exception inside a step it is saved only if it is intact: after one in the forward or backward pass
+    of a single rank.
 
     ``complete`` finishes the state after the last step, unless a signal stopped the run or the Stop has ``save=False``.
     At the end the model has the averaged weights if the optimizer averages them itself, such as ScheduleFree.
@@ -250,7 +250,7 @@ def run(
         for observer in observers:
             closing.callback(getattr(observer, "close", lambda: None))
         closing.push(saving.__exit__)  # runs first on exit, so that saves reach the disk before signal handlers go
-        closing.enter_context(SaveOnOutOfMemory(state, saving))
+        closing.enter_context(SaveIfWhole(state, saving))
         observe = [observer.observe for observer in observers]
         try:
             for last in steps(state, each_batch(batches, state, saving), advance, until=until, clock=world.clock):

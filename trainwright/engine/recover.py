@@ -8,6 +8,7 @@ see ``step.Update``.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -93,7 +94,7 @@ class Recovery:
         """Run one attempt. On return the error is gone, and with it the frames that hold the tensors of the attempt.
 
         If this is a retry (``again``), any other error ends the retries too. For example, BatchNorm rejects a single
-        sample.
+        sample. On a single rank the state is restored before, so that it can be saved.
         """
         try:
             return None, (passes(state, pieces),)
@@ -101,6 +102,9 @@ class Recovery:
             if is_out_of_memory(error, was_short=self._ran_out or state.micro_limit is not None):
                 return oom_snapshot(error, state, pieces, device), None
             if not again or isinstance(error, TrainwrightError):
+                if self._world.size == 1 and not self.put_back(state):
+                    with suppress(AttributeError):  # exceptions of some C extensions
+                        error.whole = True  # type: ignore[attr-defined]  # see ``loop.SaveIfWhole``
                 raise
             seen = oom_snapshot(error, state, pieces, device)
             return replace(seen, otherwise=f"{type(error).__name__} in smaller micro-batches: {seen.error}"), None

@@ -444,6 +444,8 @@ def _checkpoint_note(job: Job, folder: RunFolder, saving: Saving) -> Iterator[No
             error.add_note(
                 f"saved as {saving.last}; to resume after the fix: {resume_command(folder, live=job.is_only_in_python)}"
             )
+        elif job.state.step:
+            error.add_note(f"nothing is saved: step {job.state.step + 1} may be incomplete, and no save was due before")
         raise
 
 
