@@ -158,6 +158,14 @@ def test_a_run_without_a_finding() -> None:
     assert verdict.word == "no finding" and verdict.sentence.startswith("finished without a finding: training loss ")
 
 
+def test_validation_samples_with_nan_are_named() -> None:
+    """The training is healthy, so the run did not diverge."""
+    x, y = classes(128)
+    x[100] = math.nan
+    verdict = fit(mlp(20, 16, 2), classes(512), val=(x, y), epochs=2)
+    assert verdict.word == "warning" and "NaN or infinity in the validation samples 100" in verdict.sentence
+
+
 def of_a_normal(output: Tensor, target: Tensor) -> Tensor:
     """The negative logarithm of a density: it falls below 0."""
     mean, log_std = output.unbind(1)

@@ -8,13 +8,14 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from trainwright.checkpoint.batch_cut import cut_micro
-from trainwright.checkpoint.cursor import MicroBatch
+from trainwright.checkpoint.cursor import MicroBatch, tensors_in
 from trainwright.checkpoint.rng import preserved_rng
 from trainwright.checkpoint.shards import holds_parts, reshard
 from trainwright.distributed.group import SOLO, World
@@ -28,6 +29,8 @@ from trainwright.engine.user_log import LoggedMeans, collecting
 from trainwright.errors import OutOfMemoryError, UsageError, suggest
 from trainwright.runs.media import Loggable
 
+MAX_BAD_SAMPLES = 5
+
 
 @dataclass(frozen=True, repr=False)
 class EvaluationResult:
@@ -40,6 +43,7 @@ class EvaluationResult:
         seconds: Wall time.
         batches: Number of batches if they are a fixed part of the validation set; 0 for the whole set.
         shown: Images, texts and histograms of ``tw.log`` by name, the first of each.
+        bad_samples: Up to 5 samples with NaN or infinity in their data, if the loss is not finite.
     """
 
     loss: float
@@ -48,6 +52,7 @@ class EvaluationResult:
     seconds: float = 0.0
     batches: int = 0
     shown: Mapping[str, Loggable] = field(default_factory=dict, compare=False)
+    bad_samples: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
         return ", ".join(f"{name} {value:.4g}" for name, value in self.figures.items()) + f" over {self.weight:,.6g}"
@@ -125,13 +130,16 @@ def evaluate(
             weight = weight + output.weight
             for name, metric in output.metrics.items():
                 sums[name] = sums.get(name, 0.0) + metric.double()
-    mine = _Sums(float(total), float(weight), {name: float(summed) for name, summed in sums.items()})
-    counted, means = _means(world.collect(mine))
+        bad = [] if math.isfinite(total) else list(islice(_bad_samples(batches), MAX_BAD_SAMPLES))
+    mine = _Sums(float(total), float(weight), {name: float(summed) for name, summed in sums.items()}, bad)
+    parts = world.collect(mine)
+    counted, means = _means(parts)
+    bad = sorted({each for part in parts for each in part.bad_samples})[:MAX_BAD_SAMPLES]
     means |= logged.pop(world)
     if metrics and counted:
         means |= metrics.compute(world)
     seconds = time.perf_counter() - begin_s
-    return EvaluationResult(means.pop(_LOSS), counted, means, seconds, shown=logged.pop_shown())
+    return EvaluationResult(means.pop(_LOSS), counted, means, seconds, shown=logged.pop_shown(), bad_samples=tuple(bad))
 
 
 class _Sums(NamedTuple):
@@ -140,6 +148,7 @@ class _Sums(NamedTuple):
     total: float
     weight: float
     metrics: dict[str, float]
+    bad_samples: list[int]
 
 
 _LOSS = ""  # no metric has this name
@@ -151,6 +160,15 @@ def _means(parts: list[_Sums]) -> tuple[float, dict[str, float]]:
     sums = [{_LOSS: part.total, **part.metrics} for part in parts]
     names = dict.fromkeys(name for each in sums for name in each)
     return weight, {name: sum(each.get(name, 0.0) for each in sums) / weight if weight else math.nan for name in names}
+
+
+def _bad_samples(batches: Iterable[MicroBatch]) -> Iterator[int]:
+    """Yield the ids of samples with NaN or plus infinity. Minus infinity is used in masks."""
+    for micro in batches:
+        for tensor in tensors_in(micro.data):
+            if tensor.is_floating_point() and tensor.dim() and len(tensor) == micro.size:
+                bad = (tensor.isnan() | tensor.isposinf()).reshape(micro.size, -1).any(1)
+                yield from micro.ids[bad.cpu()].tolist()
 
 
 def _outputs(loss_fn: LossFn, model: nn.Module, batches: Iterable[MicroBatch], precision: Precision) -> Iterator[Loss]:

@@ -216,6 +216,8 @@ class Progress:
         metrics = "".join(f"   {name} {value:.4g}" for name, value in seen.metrics.items())
         part = f" on {seen.batches} batch{'es' * (seen.batches > 1)}" if seen.batches else ""
         passed = f"   {among_references(seen.loss, self.references)}" if self.references else ""
+        if seen.bad_samples:
+            passed = f"   NaN or infinity in the validation samples {', '.join(map(str, seen.bad_samples))}"
         self.say(f"step {step:>6}   validation loss {figure(seen.loss)}{metrics}{part}{passed}")
 
     def observe(self, result: StepResult, state: TrainState) -> None:

@@ -211,6 +211,7 @@ class StepLog:
             metrics=dict(seen.metrics),
             seconds=seen.seconds,
             batches=seen.batches,
+            bad_samples=seen.bad_samples,
         )
         self._journal.write(self.last_evaluated)
         values = {"val/loss": seen.loss} | {f"val/{name}": value for name, value in seen.metrics.items()}

@@ -167,6 +167,10 @@ def _claims(facts: VerdictFacts) -> Iterator[_Claim]:
     if facts.data_warnings:
         names = ", ".join(dict.fromkeys(facts.data_warnings))
         yield _Claim("warning", f"the audit of the data warns of {names} (supervision.json)")
+    bad = facts.evaluations[-1].bad_samples if facts.evaluations else ()
+    if bad:
+        names = ", ".join(map(str, bad))
+        yield _Claim("warning", f"NaN or infinity in the validation samples {names}: no validation loss")
     if (diverged := _diverged(facts)) is not None:
         yield _Claim("diverged", f"it diverged: {diverged}", states_losses=True)
     elif facts.is_over and (nothing := _learned_nothing(facts)) is not None:
@@ -302,7 +306,8 @@ def _diverged(facts: VerdictFacts) -> str | None:
     newest = [loss for _, loss in facts.losses[-5:]]
     if newest and 2 * sum(not _is_finite(loss) for loss in newest) > len(newest):
         return "the training loss is not finite"
-    if facts.evaluations and not _is_finite(facts.evaluations[-1].loss):
+    seen = facts.evaluations[-1] if facts.evaluations else None
+    if seen and not seen.bad_samples and not _is_finite(seen.loss):
         return "the validation loss is not finite"
     if facts.step >= MIN_LOSSES and 2 * facts.skipped > facts.step:
         return "most updates were skipped"

@@ -91,6 +91,7 @@ class Evaluated(Record):
     """The validation loss and metrics after ``step`` steps.
 
     ``batches`` is the number of batches if a fixed part of the validation set was evaluated, 0 for the full set.
+    ``bad_samples`` are samples with NaN or infinity, which were looked for because the loss is not finite.
     """
 
     step: int
@@ -99,6 +100,7 @@ class Evaluated(Record):
     metrics: dict[str, float]
     seconds: float
     batches: int = 0
+    bad_samples: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
