@@ -88,6 +88,11 @@ ADAMW, IN_GROUPS = "AdamW, weight decay 0.01", "AdamW, weight decay 0 to 0.01 in
         ("schedule", {"schedule": partial(StepLR, step_size=1)}, ("StepLR, stepped every 1steps", "configured")),
         ("schedule", {"warmup": "1steps"}, ("constant, warm-up 1 steps", "configured")),
         ("clip", {"clip": 0.5}, ("norm at 0.5", "configured")),
+        (
+            "batch",
+            {"batch": 8, "accumulation": 3},
+            ("8 in micro-batches of at most 3: accumulation 3, ranks 1", "configured"),
+        ),
         ("clip", {"settings": {"optimizer.clip": {"by": "value", "at": 0.1}}}, ("value at 0.1", "configured")),
         ("precision", {"precision": "bf16"}, ("bf16", "configured")),
         ("batch", {"batch": 64}, ("64 samples, but the data have only 32", "configured")),

@@ -61,6 +61,13 @@ class BatchPlan:
     accumulation: int
     ranks: int = 1
 
+    @property
+    def how(self) -> str:
+        """The product that ``size`` equals, or the size of the micro-batches if the last one is shorter."""
+        if self.size == self.micro * self.accumulation * self.ranks:
+            return f"= {self.micro} x {self.accumulation} x {self.ranks} (micro-batch x accumulation x ranks)"
+        return f"in micro-batches of at most {self.micro}: accumulation {self.accumulation}, ranks {self.ranks}"
+
 
 def batch_of(ask: Batch, user_batches: UserBatches | None, *, ranks: int = 1) -> BatchPlan:
     """Return the batch plan of a recipe.

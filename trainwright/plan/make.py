@@ -532,8 +532,7 @@ def _user_batch_notes(recipe: Recipe, user_batches: UserBatches) -> list[Note]:
 
 
 def _batch_notes(batch: BatchPlan, samples: int | None) -> list[Note]:
-    how = f"{batch.micro} x {batch.accumulation} x {batch.ranks} (micro-batch x accumulation x ranks)"
-    notes = [Note("batch", str(batch.size), how)]
+    notes = [Note("batch", str(batch.size), batch.how.removeprefix("= "))]
     if samples is not None and samples < batch.size:
         notes.append(Note("batch", str(samples), f"the whole dataset has {samples} samples: every step takes all"))
     return notes

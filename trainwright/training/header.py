@@ -150,9 +150,7 @@ class _Header:
     def _batch(self) -> Setting:
         plan, own = self.job.plan, self.job.parts.train.own_batches
         if own is None:
-            cut = f"{plan.batch.micro} x {plan.batch.accumulation} x {plan.batch.ranks}"
-            value = f"{plan.batch.size} = {cut} (micro-batch x accumulation x ranks)"
-            value = f"{plan.batch.size} samples" if plan.batch.size == plan.batch.micro else value
+            value = f"{plan.batch.size} {'samples' if plan.batch.size == plan.batch.micro else plan.batch.how}"
         else:
             joined = self.job.recipe.batch.accumulation or 1
             value = "as the data come" if joined == 1 else f"{joined} batches of the data"
