@@ -375,6 +375,12 @@ def test_samples_of_different_lengths_are_to_be_padded() -> None:
     assert "collate_fn=tw.pad()" in caught.value.remedy
 
 
+def test_samples_of_which_none_collates_need_another_form() -> None:
+    with pytest.raises(DataError) as caught:
+        take([(object(), n) for n in range(4)], 1, epochs=1)
+    assert "ToTensor()" in caught.value.remedy
+
+
 class Odd(Augmented):
     """Sample 11 is not what ``make`` makes of the others."""
 

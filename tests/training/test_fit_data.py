@@ -25,6 +25,32 @@ ROWS = TensorDataset(X, Y)
 QUICK = {"log.doctor": False, "precision": "fp32"}
 
 
+@pytest.mark.parametrize(
+    ("data", "remedy"),
+    [
+        ((X, Y.tolist()), "torch.tensor(y)"),
+        ((X.tolist(), Y.tolist()), "torch.tensor(y)"),
+        ((ROWS, ROWS), "val="),
+    ],
+    ids=["tensor and list", "lists", "datasets"],
+)
+def test_a_tuple_of_columns_is_not_taken_for_samples(data: object, remedy: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        unwrap(data)
+    assert remedy in caught.value.remedy
+
+
+def test_a_tuple_of_a_frame_and_a_series_needs_a_table() -> None:
+    pandas = pytest.importorskip("pandas")
+    with pytest.raises(UsageError) as caught:
+        unwrap((pandas.DataFrame(X.numpy()), pandas.Series(Y.numpy())))
+    assert "tw.table" in caught.value.remedy
+
+
+def test_samples_that_are_tuples_stay_samples() -> None:
+    assert unwrap(((X[0], 1), (X[1], 0))).samples == 2
+
+
 class Seen(tw.Observer):
     """Records the batches of the steps."""
 

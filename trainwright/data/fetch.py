@@ -207,6 +207,12 @@ PAD_REMEDY = (
 )
 
 
+FORM_REMEDY = (
+    "no sample can be collated: let the dataset give tensors, arrays or numbers (pictures: a transform such as "
+    "ToTensor()), or the DataLoader get a collate_fn that takes its samples"
+)
+
+
 def batch_seed(seed: int, epoch: int, start: int) -> int:
     """Return a seed that depends only on the data read, not on the worker."""
     return seed_of(f"{seed}:{epoch}:{start}")
@@ -344,7 +350,9 @@ def _collated(key: Key, samples: list[Sample], collate: Collate) -> Fetched | Fa
         alone = samples_at_fault(samples, collate).items()
         if alone:
             return [BadSample(ids[at], f"{what} ({why})") for at, why in alone]
-        return Failed(tuple(ids), what, PAD_REMEDY) if differ_in_length(samples) else Failed(tuple(ids), what)
+        if differ_in_length(samples):
+            return Failed(tuple(ids), what, PAD_REMEDY)
+        return Failed(tuple(ids), what) if _collates(samples[:1], collate) else Failed(tuple(ids), what, FORM_REMEDY)
 
 
 class Reading(Protocol):

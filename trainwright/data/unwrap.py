@@ -37,6 +37,10 @@ from trainwright.errors import Problem, RecipeError, UsageError, text_of
 from trainwright.plan.batch import UserBatches
 from trainwright.plan.make import RunFacts
 
+MAX_COLUMNS = 4
+"""Longer tuples and lists hold samples."""
+TABLE_REMEDY = "name them: tw.table(frame, inputs=['a', 'b'], target='y')"
+
 
 class Columns(Dataset[dict[str, Tensor]]):
     """A dataset of dicts with the rows of ``columns``, whose first dimensions are equal."""
@@ -137,12 +141,14 @@ def _dataset(data: object) -> AnyDataset:
         return TensorDataset(*_of_one_length(data))
     if isinstance(data, Mapping) and data and all(isinstance(part, Tensor | np.ndarray) for part in data.values()):
         return Columns(dict(zip(data, _of_one_length([*data.values()]), strict=True)))
+    if isinstance(data, tuple | list) and 1 < len(data) <= MAX_COLUMNS:
+        _refuse_columns(data)
     if type(data) is np.ndarray and data.dtype == np.float64:
         return _from_numpy(data)
     if hasattr(data, "iloc"):
         raise UsageError(
             f"a {type(data).__name__} has columns of any kind, and which are inputs and which the target is not known",
-            remedy="name them: tw.table(frame, inputs=['a', 'b'], target='y')",
+            remedy=TABLE_REMEDY,
         )
     indexed = hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, Mapping | str)
     if (indexed and not isinstance(data, type)) or (isinstance(data, IterableDataset) and not _is_pipeline(data)):
@@ -153,6 +159,22 @@ def _dataset(data: object) -> AnyDataset:
         f"a {type(data).__name__} is not a dataset: it lacks __getitem__ and __len__, and cannot be iterated",
         remedy="give a Dataset, a DataLoader, a tuple or dict of tensors of one length, or an iterable of batches",
     )
+
+
+def _refuse_columns(parts: Sequence[object]) -> None:
+    """Raise UsageError if ``parts`` are columns or datasets: as samples they would be of different types."""
+    names = ", ".join(type(part).__name__ for part in parts)
+    if any(isinstance(part, Dataset | DataLoader) for part in parts):
+        raise UsageError(f"({names}) are several datasets", remedy="give the second as val=, or join them by tw.mix")
+    if any(hasattr(part, "iloc") for part in parts):
+        raise UsageError(f"({names}) are no tensors", remedy=TABLE_REMEDY)
+    if not all(isinstance(part, Tensor | np.ndarray | list | tuple) and len(part) for part in parts):
+        return
+    if len({(type(part), type(part[0])) for part in parts}) > 1:  # type: ignore[index]
+        raise UsageError(
+            f"({names}) are columns, and not all of them are tensors",
+            remedy="convert lists: (torch.tensor(x), torch.tensor(y))",
+        )
 
 
 def _is_pipeline(data: object) -> bool:
