@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from trainwright.errors import Problem, RecipeError
@@ -172,3 +173,11 @@ def test_problems_of_the_environment(path: Path) -> None:
 def test_an_override_heals_the_file(path: Path) -> None:
     path.write_text(TEXT.replace("lr: 1e-3", "lr: {a: 1}"))
     assert load(path, environ={}, overrides=["optimizer.lr=1"]).recipe.optimizer.lr == 1.0
+
+
+def test_integers_of_numpy_are_integers() -> None:
+    recipe = from_mapping(
+        {"model": "mlp", "data": {"train": "digits"}},
+        overrides=[("batch.size", np.int64(4)), ("seed", np.uint8(7))],
+    ).recipe
+    assert (recipe.batch.size, recipe.seed, type(recipe.seed)) == (4, 7, int)

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -93,6 +94,8 @@ def _direct(path: object, value: object, problems: list[Problem]) -> Override | 
     """Return an override from Python, whose value is not parsed."""
     where = f"setting {readable(str(path))}"
     keys = _keys(path, where, problems)
+    if isinstance(value, Integral) and not isinstance(value, int):  # of NumPy
+        value = int(value)
     return None if keys is None else Override(keys, value, where)
 
 
