@@ -115,6 +115,10 @@ def test_open_suggests_what_may_be_meant(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=what) as caught:
             RunFolder.open(tmp_path / wrong)
         assert caught.value.remedy == f"did you mean {run.path}?"
+    in_runs = make_run(tmp_path / "runs", "run-12")
+    with pytest.raises(UsageError) as caught:
+        RunFolder.open(tmp_path / "run-12")
+    assert caught.value.remedy == f"did you mean {in_runs.path}?"
     with pytest.raises(UsageError) as caught:
         RunFolder.open(tmp_path)
     assert str(run.path) in caught.value.remedy

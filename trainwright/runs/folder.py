@@ -151,8 +151,8 @@ def _written_ns(run: Path) -> int:
 
 
 def _similar_runs(path: Path) -> list[Path]:
-    """Return runs that ``path`` may have meant: one around it, those in it, or those with a similar name."""
-    around = [parent for parent in path.parents if _is_run(parent)][:1]
+    """Return runs that ``path`` may have meant: one in ``runs`` or around it, those in it, or with a similar name."""
+    around = [run for run in (path.parent / "runs" / path.name, *path.parents) if _is_run(run)][:1]
     inside = _newest(path)
     siblings = {run.name: run for run in runs_in(path.parent)}
     similar = [siblings[name] for name in difflib.get_close_matches(path.name, siblings, n=3)]
