@@ -55,6 +55,24 @@ def train(settings: dict[str, Any], *, last: int | None = None, dataset: Any = N
     ), watch
 
 
+@pytest.mark.parametrize(
+    ("length", "remedy"), [("1ep", "add epochs=2"), ("8steps", "add steps=16"), ("64samples", "add until='128samples'")]
+)
+def test_a_finished_run_of_python_needs_an_argument_of_fit(length: str, remedy: str) -> None:
+    train({}, until=length)
+    with pytest.raises(UsageError, match="already reached its end") as caught:
+        train({}, until=length, resume="runs/run")
+    assert caught.value.remedy == remedy
+
+
+def test_what_follows_from_a_fatal_change_is_not_to_be_accepted() -> None:
+    """The default weight decay of SGD differs from that of AdamW."""
+    train({}, steps=4)
+    with pytest.raises(UsageError, match="weight_decay") as caught:
+        train({}, steps=8, resume="runs/run", optimizer="sgd")
+    assert caught.value.remedy == "undo what is fatal, then: tw.fit(..., resume='runs/run')"
+
+
 def planned(run: Path) -> Any:
     return json.loads((run / "plan.json").read_text())
 

@@ -77,7 +77,7 @@ from trainwright.plan.trace.local_device import known_device, local_device, nomi
 from trainwright.plan.trace.resolve import Resolved, has_open_settings, is_for, read_resolved, resolve
 from trainwright.recipe import Duration, Loaded, Recipe
 from trainwright.recipe.duration import BUDGETS
-from trainwright.recipe.resolve import parameters_of
+from trainwright.recipe.resolve import is_live, parameters_of
 from trainwright.runs.reader import UNUSED, Usage
 from trainwright.training.budget import within_budget
 from trainwright.training.custom_objects import Live, build_live, measured_state, memory_note, without_dry_run
@@ -438,7 +438,8 @@ def _require_steps_left(loaded: Loaded, plan: Plan, state: TrainState) -> None:
     recipe = loaded.recipe
     if loaded.cost is None and until_of(plan)(state) >= 1.0:
         done = f"{state.step:,} steps in {state.elapsed_s:.4g} s, until: {recipe.until}"
-        raise UsageError(f"the run has already reached its end ({done})", remedy=f"add {doubled_length(recipe.until)}")
+        longer = doubled_length(recipe.until, live=is_live(recipe.model.use))
+        raise UsageError(f"the run has already reached its end ({done})", remedy=f"add {longer}")
 
 
 def _logits_limit(

@@ -318,14 +318,26 @@ def restart_command(folder: RunFolder) -> str:
     return f"{program_name()} train {shlex.quote(str(folder.recipe))}"
 
 
-def doubled_length(until: Duration) -> str:
-    """Return the setting that doubles the length of a run."""
-    return f"--set until={Duration(min(until.value * 2, 2.0**53), until.unit)}"
+def doubled_length(until: Duration, *, live: bool = False) -> str:
+    """Return the setting that doubles the length of a run; with ``live`` the argument of ``tw.fit``."""
+    doubled = Duration(min(until.value * 2, 2.0**53), until.unit)
+    argument = {"ep": "epochs", "steps": "steps"}.get(until.unit)
+    if not live:
+        return f"--set until={doubled}"
+    return f"{argument}={doubled.value:.15g}" if argument else f"until={str(doubled)!r}"
 
 
 def python_command(folder: RunFolder) -> CommandWith:
-    """Return the CommandWith for a run of live objects, which only Python can resume."""
-    return lambda paths, _undo=(): f"tw.fit(..., resume={str(folder.path)!r}, accept={list(paths)})"
+    """Return the CommandWith for a run of live objects, which only Python can resume.
+
+    It accepts nothing if a fatal change must be undone: defaults that follow from that change, too, are then as before.
+    """
+
+    def command_with(paths: Sequence[str], undo: Sequence[str] = (), /) -> str:
+        accept = f", accept={list(paths)}" if paths and not undo else ""
+        return f"tw.fit(..., resume={str(folder.path)!r}{accept})"
+
+    return command_with
 
 
 def this_command(folder: RunFolder) -> str:
