@@ -284,6 +284,12 @@ def test_settings_of_a_job_are_part_of_its_recipe(folder: Path, words: list[str]
     assert "did you mean 'eps'?" in said and "(it would be 2)" in said, said
 
 
+def test_a_missing_module_of_the_user_is_not_to_be_installed_by_its_name(folder: Path) -> None:
+    write(folder, [('train: {use: "mine:samples"}', 'train: {use: "theirs:samples"}')])
+    said = said_by("train", "recipe.yaml")
+    assert "run it in the folder that has theirs.py" in said and "pip install" not in said
+
+
 def test_what_only_the_container_has_is_left_to_it(folder: Path) -> None:
     write(folder, [('train: {use: "mine:samples"}', 'train: {use: "theirs:samples"}')])
     done = CliRunner().invoke(app, ["launch", *KUBERNETES])

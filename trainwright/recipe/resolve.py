@@ -66,8 +66,9 @@ def find(use: str, names: Mapping[str, Row], path: str, source: RecipePlaces) ->
         if error.name is not None and (module_name == error.name or module_name.startswith(error.name + ".")):
             places = " and ".join(dict.fromkeys([here, beside]))
             near = _nearest_module(error.name, [here, beside])
-            install = "" if "." in error.name else f", or {install_remedy(error.name)}"
-            remedy = f"did you mean {near!r}? It" if near else f"check the spelling{install}; it"
+            file = f"{error.name.replace('.', '/')}.py"
+            remedy = f"run it in the folder that has {file}, check the spelling, or install the package that has it; it"
+            remedy = f"did you mean {near!r}? It" if near else remedy
             remedy += f" is searched in {places} and the installed packages"
             raise problem(f"there is no module {error.name!r}", remedy) from None
         raise problem(f"{module_name} needs the module {error.name!r}", install_remedy(error.name or "")) from None
