@@ -41,6 +41,8 @@ BROKEN = [
     ("batch: {seed: 1}", "batch.seed", 3, "not a key of batch", "write it as seed, at the top level"),
     ("epochs: 3", "epochs", 3, "not a key", "write it as until"),
     ("batch_size: 3", "batch_size", 3, "not a key", "write it as batch.size"),
+    ("early_stopping: {patience: 3}", "early_stopping", 3, "not a key", "observers: [{use: early_stopping, args:"),
+    ("patience: 3", "patience", 3, "not a key", "observers: [{use: early_stopping, args: {patience: 3}}]"),
     ("zzzz: 3", "zzzz", 3, "not a key", "keys here are name, preset, seed"),
     ("loss: {use: mse, reduction: sum}", "loss.reduction", 3, "not a key of loss", "loss.args.reduction"),
     ("optimizer: {use: sgd, momentum: 0.9}", "optimizer.momentum", 3, "not a key", "optimizer.args.momentum"),

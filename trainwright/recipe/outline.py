@@ -110,6 +110,7 @@ _OTHER_NAMES = {
     "logger": "log.sinks",
     "report_to": "log.sinks",
 }
+_EARLY_STOPPING = ("early_stopping", "early_stopping_patience", "patience")
 _OTHER_VALUES = {
     "gpu": "cuda",
     "float32": "fp32",
@@ -142,6 +143,8 @@ def for_unknown_key(keys: tuple[str, ...]) -> str:
         return _for_key_of_part(key, here, allowed, elsewhere)
     if key in _OTHER_NAMES:
         return f"write it as {_OTHER_NAMES[key]}"
+    if key in _EARLY_STOPPING:
+        return "write observers: [{use: early_stopping, args: {patience: 3}}]"
     if elsewhere:
         return f"write it as {_either(elsewhere)}{'' if '.' in elsewhere[0] else ', at the top level'}"
     close = _closest(key, allowed)
