@@ -11,12 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trainwright.errors import MissingExtra, UsageError
+from trainwright.assembly.adapters import add_adapters
+from trainwright.errors import MissingExtra, RecipeError, UsageError
 from trainwright.models.gpt import gpt
 from trainwright.models.hf import hf_model
 from trainwright.models.lora import adapters_of, add_lora, merged_weights
 from trainwright.models.lstm import lstm
 from trainwright.models.mlp import mlp
+from trainwright.recipe import Lora
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")]
 IDS = torch.randint(0, 11, (2, 6), generator=torch.Generator().manual_seed(0))
@@ -201,6 +203,12 @@ def test_all_linear_leaves_the_output_layer_out() -> None:
     adapted = add_lora(their_llama(), rank=2, targets=["all-linear"])
     names = {name.split(".lora_A")[0].rpartition(".")[2] for name, _ in adapted.named_parameters() if "lora_A" in name}
     assert names == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+def test_a_wrong_target_of_a_recipe_is_at_its_targets() -> None:
+    with pytest.raises(RecipeError) as caught:
+        add_adapters(our_gpt(), Lora(rank=4, targets=("quary",)))
+    assert [each.path for each in caught.value.problems] == ["model.lora.targets"]
 
 
 def test_wrong_targets_and_sizes_are_refused_with_a_remedy() -> None:

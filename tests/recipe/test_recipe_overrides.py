@@ -132,6 +132,7 @@ def test_environment_names(path: Path) -> None:
         ("optimizer.groups.-1.lr=1", "optimizer.groups.-1", "is a list of 2", "from 0 to 2"),
         ("optimizer.groups.²=1", "optimizer.groups.²", "is a list of 2", "from 0 to 2"),
         ("optimizer.lr.x=1", "optimizer.lr.x", "holds no keys", "set optimizer.lr"),
+        ("model.lora=true", "model.lora", "mapping of keys", "{rank: 8, alpha: 16.0}"),
         ("model={lora: {rank: 0}, use: gpt}", "model.lora.rank", "more than 0", "8"),
         ("\ud800=1", "\\ud800", "not a key", "keys here"),
         ("name=\ud800", "name", "special characters", "control character"),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from trainwright.assembly.linear_layers import replace_module
-from trainwright.errors import UsageError, import_optional
+from trainwright.errors import MissingExtra, Problem, RecipeError, UsageError, import_optional
 from trainwright.models.lora import add_lora, lora_config, merged_weights
 from trainwright.models.pretrained import listed, output_layer
 from trainwright.plan.make import Note
@@ -186,7 +186,8 @@ def add_adapters(model: nn.Module, lora: Lora, *, is_simulated: bool = False) ->
     ``is_simulated``: the weights have no values, so that an initialization that decomposes them is left out.
 
     Raises:
-        UsageError: A target matches nothing, or no layer can be quantized.
+        UsageError: No layer can be quantized.
+        RecipeError: A target matches nothing.
         MissingExtra: PEFT or torchao is not installed.
     """
     notes: tuple[Note, ...] = ()
@@ -195,7 +196,12 @@ def add_adapters(model: nn.Module, lora: Lora, *, is_simulated: bool = False) ->
         others = f" and layers whose inputs do not fill the blocks: {listed(left)}" if left else ""
         notes = (Note("quantized", f"{len(done)} linear layers, {lora.quantize}", f"all but the output layer{others}"),)
     settings = lora.model_dump(exclude={"quantize"})
-    return add_lora(model, **settings | ({"init": "default"} if is_simulated else {})), notes
+    try:
+        return add_lora(model, **settings | ({"init": "default"} if is_simulated else {})), notes
+    except MissingExtra:
+        raise
+    except UsageError as error:
+        raise RecipeError(Problem("model.lora.targets", error.message, remedy=error.remedy)) from None
 
 
 def plain_weights(weights: Mapping[str, Any], config: Mapping[str, Any] | None) -> dict[str, Any]:

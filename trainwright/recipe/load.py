@@ -17,7 +17,16 @@ from pydantic.fields import FieldInfo
 from trainwright.errors import Problem, RecipeError, UsageError
 from trainwright.recipe.duration import Duration
 from trainwright.recipe.formatting import format_value, readable
-from trainwright.recipe.outline import choices, closest_choice, field_at, for_unknown_key, is_index, is_list, section_at
+from trainwright.recipe.outline import (
+    choices,
+    closest_choice,
+    field_at,
+    for_unknown_key,
+    is_index,
+    is_list,
+    section_at,
+    section_in,
+)
 from trainwright.recipe.schema import PLANNED, Parallel, Recipe
 from trainwright.recipe.section import Part, Section
 from trainwright.recipe.source import Place, Source
@@ -656,6 +665,8 @@ def _example_value(field: FieldInfo | None) -> str:
             return "{" + ", ".join(f"{key}: {value}" for key, value in first.items()) + "}"
         return f"'{first}'" if str(first).startswith("*") else str(first)  # * would be an alias
     default = field.get_default(call_default_factory=True, validated_data={})
+    if default is None and (section := section_in(field.annotation)):
+        default = section.model_construct()
     if isinstance(default, Section):
         return "{" + ", ".join(f"{key}: {_plain(value)}" for key, value in list(default)[:2] if _plain(value)) + "}"
     return _plain(default) or ("[a, b]" if is_list(field) else "a value")

@@ -19,7 +19,7 @@ def section_at(keys: Sequence[str]) -> type[Section] | None:
     if not keys:
         return Recipe
     field = field_at(keys)
-    return _section_in(field.annotation) if field else None
+    return section_in(field.annotation) if field else None
 
 
 def field_at(keys: Sequence[str]) -> FieldInfo | None:
@@ -30,7 +30,7 @@ def field_at(keys: Sequence[str]) -> FieldInfo | None:
         if field is not None and is_list(field) and is_index(key):
             continue
         field = section.model_fields.get(key) if section else None
-        section = _section_in(field.annotation) if field else None
+        section = section_in(field.annotation) if field else None
     return field
 
 
@@ -57,15 +57,16 @@ def keys_named(key: str) -> list[str]:
 def _paths(section: type[Section], above: str) -> Iterator[str]:
     for key, field in section.model_fields.items():
         yield above + key
-        inner = _section_in(field.annotation)
+        inner = section_in(field.annotation)
         if inner and not is_list(field):  # a remedy cannot name an item of a list
             yield from _paths(inner, f"{above}{key}.")
 
 
-def _section_in(annotation: object) -> type[Section] | None:
+def section_in(annotation: object) -> type[Section] | None:
+    """Return the section in this annotation, or None if it has none."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return annotation
-    return next((found for part in get_args(annotation) if (found := _section_in(part))), None)
+    return next((found for part in get_args(annotation) if (found := section_in(part))), None)
 
 
 def _literals(annotation: object) -> Iterator[object]:
