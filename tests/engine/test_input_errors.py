@@ -45,6 +45,7 @@ ROWS: dict[str, tuple[Callable[[], nn.Module], Tensor, nn.Module, Tensor, str, s
     "one row": (lambda: nn.BatchNorm1d(4), X[:1], CE, LABELS[:1], "input float32 (1, 4)", "drop_last"),
     "labels of floats": (head, X, CE, LABELS.float(), "cross_entropy cannot work with", "y.long()"),
     "labels of 32 bits": (head, X, CE, LABELS.int(), "target int32 (6,)", "y.long()"),
+    "one-hot labels": (head, X, CE, torch.eye(2).long()[LABELS], "target int64 (6, 2)", "y.argmax(1)"),
     "labels in a column": (head, X, CE, LABELS[:, None], "target int64 (6, 1)", "y.squeeze(1)"),
     "labels from 1": (head, X, CE, LABELS + 1, "Target 2", "the model has outputs 0 to 1"),
     "classes come last": (head, torch.randn(6, 5, 4), CE, LABELS[:, None].expand(6, 5), "(6, 5, 2)", "movedim(-1, 1)"),
@@ -87,6 +88,31 @@ def test_an_error_of_the_users_own_stays_what_it_is() -> None:
     with pytest.raises(ValueError, match="no such colour") as raised, explaining(model):
         model(IDS)
     assert type(raised.value) is ValueError
+
+
+def test_a_list_instead_of_a_tensor_comes_from_the_collate_function() -> None:
+    model = nn.Embedding(9, 4)
+    with pytest.raises(UsageError, match="a list instead of a tensor") as raised, explaining(model):
+        model([IDS[:, 0], IDS[:, 1]])
+    assert "with_format('torch')" in raised.value.remedy and "tw.pad()" in raised.value.remedy
+
+
+def test_samples_of_three_parts_do_not_fit_a_model_of_one_input() -> None:
+    with pytest.raises(UsageError, match=r"does not take 2 inputs: the batch has 3 parts, and the last is the target"):
+        tw.fit(nn.Sequential(head()), (X, LABELS, LABELS), CE, steps=1, quiet=True)
+
+
+def test_batch_norm_of_one_sample_in_the_last_batch() -> None:
+    model = nn.Sequential(head(), nn.BatchNorm1d(2))
+    with pytest.raises(UsageError, match="batch_norm cannot work with") as raised:
+        tw.fit(model, (X[:5], LABELS[:5]), CE, batch=4, quiet=True)
+    assert "drop_last" in raised.value.remedy
+
+
+def test_sparse_tensors_are_to_be_converted() -> None:
+    with pytest.raises(UsageError) as raised:
+        tw.fit(head(), (X.to_sparse(), LABELS), CE, quiet=True)
+    assert "to_dense()" in raised.value.remedy
 
 
 @pytest.mark.parametrize("part", ["train", "val"])

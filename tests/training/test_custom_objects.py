@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import (
 )
 
 import trainwright as tw
-from trainwright.errors import UsageError
+from trainwright.errors import RecipeError, UsageError
 
 pytestmark = pytest.mark.process  # each starts threads that read the machine
 ROWS, BATCH = 80, 32  # three steps an epoch, the last one short
@@ -191,6 +191,14 @@ def test_the_doctor_runs_such_steps_again_and_finds_nothing(form: str) -> None:
     assert again and all(each["same_losses"] and each["norm_then"] == each["norm_now"] for each in again)
     fit(plain, **FORMS[form](plain))
     assert torch.equal(weights(model), weights(plain))
+
+
+def test_a_schedule_that_ends_before_the_run_is_refused_at_the_start() -> None:
+    model = net()
+    with pytest.raises(RecipeError, match="total_steps=10, and the run has 12 steps") as caught:
+        fit(model, steps=12, **_one_cycle(model))
+    assert "write total_steps=12" in caught.value.problems[0].remedy
+    assert fit(model, steps=11, **_one_cycle(model)).step == 11
 
 
 def test_a_schedule_by_epoch_is_that_of_a_loop_that_steps_it_each_epoch() -> None:

@@ -368,7 +368,10 @@ def build_schedule(parts: Parts, loaded: Loaded, plan: Plan, optimizer: Optimize
             return make_schedule(ask.use, **shared, args=ask.args)
         every = _steps_between(ask.every, plan)
         if parts.custom.schedule is not None:
-            return convert_schedule(parts.custom.schedule, optimizer, every)
+            schedule = convert_schedule(parts.custom.schedule, optimizer, every)
+            if isinstance(schedule, SteppedSchedule) and plan.extent.steps is not None:
+                schedule.require_steps(plan.extent.steps)
+            return schedule
         named = find_schedule(loaded)
         if takes_first(named, "optimizer") or takes_first(named, "step"):
             return convert_schedule(partial(named, **ask.args) if ask.args else named, optimizer, every)

@@ -208,6 +208,8 @@ def _gives_batches(data: object) -> bool:
 
 def _of_one_length(columns: tuple[Any, ...] | list[Any]) -> list[Tensor]:
     tensors = [part if isinstance(part, Tensor) else _from_numpy(part) for part in columns]
+    if any(tensor.layout is not torch.strided for tensor in tensors):
+        raise UsageError("batches of sparse tensors cannot be collated", remedy="convert them: x.to_dense()")
     if len(lengths := {len(tensor) if tensor.dim() else 0 for tensor in tensors}) > 1:
         raise UsageError(
             f"the tensors have different lengths: {sorted(lengths)}",

@@ -28,7 +28,7 @@ def explaining(model: nn.Module) -> Iterator[None]:
     """
     try:
         yield
-    except (RuntimeError, ValueError, IndexError) as error:
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:
         if isinstance(error, TrainwrightError) or is_out_of_memory(error):
             raise
         refused = refusal(error, model)
@@ -47,7 +47,13 @@ def refusal(error: Exception, model: nn.Module, batch: object = ()) -> UsageErro
             f"a value that the backward pass needs was overwritten: {text_of(error, lines=1)[:200]}",
             remedy="look for inplace=True, += and x[...] = y between the layers, and make a new tensor instead",
         )
-    call = _refusing_call(error, model)
+    if "must be Tensor, not list" in str(error):
+        return UsageError(
+            f"the batch has a list instead of a tensor: {text_of(error, lines=1)[:200]}",
+            remedy="let the samples hold tensors: dataset.with_format('torch') for Hugging Face, or a DataLoader with "
+            "collate_fn=tw.pad(), which also pads them",
+        )
+    call = None if isinstance(error, TypeError) else _refusing_call(error, model)
     if call is None:
         return None
     try:
@@ -229,6 +235,8 @@ def _labels(call: _Call) -> str:
         return "the classes come second in the scores: output.movedim(-1, 1); or one row for each label: flatten both"
     if len(scores) != len(labels):
         return f"{len(scores)} rows of scores and {len(labels)} labels: the data, or the model, merge or lose samples"
+    if labels.shape == scores.shape and not labels.is_floating_point():
+        return "targets of one-hot rows are floats: y.float(); or codes: y.argmax(1)"
     classes = scores.shape[1]
     counted = labels[labels != -100]
     if labels.shape == scores.shape or not counted.numel() or _within(counted, classes):

@@ -158,7 +158,7 @@ def call_loss(loss_fn: LossFn, model: nn.Module, micro: MicroBatch, where: str) 
             output = loss_fn(model, micro.data)
     except DataError as error:
         raise _with_sample_ids(error, micro, where) from None
-    except IndexError as error:
+    except (IndexError, ValueError) as error:
         refused = refusal(error, model, micro.data)
         if refused is None:
             raise
@@ -251,7 +251,18 @@ class _Supervised:
                 remedy="write the loss as `def loss(model, batch): ...` and take the batch apart there",
             )
         *inputs, target = batch
-        output = model(*inputs)
+        try:
+            output = model(*inputs)
+        except TypeError as error:
+            signature = inspect.signature(model.forward)
+            if _binds(signature, inputs, {}):
+                raise  # the error has another cause
+            raise UsageError(
+                f"forward{signature} of the model does not take {len(inputs)} inputs: the batch has {len(batch)} "
+                "parts, and the last is the target",
+                remedy="let a sample be (input, target), or write the loss as `def loss(model, batch): ...` and take "
+                "the batch apart there",
+            ) from error
         try:
             return Scored(self.loss(output, target), output, target)
         except (TypeError, AttributeError) as error:  # the model may take other arguments

@@ -10,7 +10,7 @@ from itertools import chain
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from trainwright.checkpoint.chained_optimizer import parts_of
 from trainwright.checkpoint.codec import StateDict
@@ -55,6 +55,16 @@ class SteppedSchedule:
         self._done = max(self._done, step)
         self._write(next((rates for since, rates in reversed(self._changes) if since <= step), self._changes[0][1]))
         return None
+
+    def require_steps(self, steps: int) -> None:
+        """Raise UsageError if a OneCycleLR can make fewer steps than a run of ``steps`` needs."""
+        needed = (steps - 1) // self._every
+        for each in self._schedulers:
+            if isinstance(each, OneCycleLR) and each.total_steps < needed:
+                raise UsageError(
+                    f"OneCycleLR was made for total_steps={each.total_steps}, and the run has {steps:,} steps",
+                    remedy=f"write total_steps={needed + 1}, or train for fewer steps",
+                )
 
     def evaluated(self, step: int, value: float) -> None:
         """Step the schedulers that depend on the validation, whose metric was ``value`` after ``step`` steps."""
