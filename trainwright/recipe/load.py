@@ -103,7 +103,7 @@ def _direct(path: object, value: object, problems: list[Problem]) -> Override | 
     """Return an override from Python, whose value is not parsed."""
     where = f"setting {readable(str(path))}"
     keys = _keys(path, where, problems)
-    if isinstance(value, Integral) and type(value) not in (int, bool):  # of NumPy
+    if isinstance(value, Integral) and type(value).__module__ == "numpy":
         value = int(value)
     return None if keys is None else Override(keys, value, where)
 
