@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 import trainwright as tw
 from trainwright.cli import app
 from trainwright.engine.observer import Stop
+from trainwright.errors import DataError
 from trainwright.runs.records import RunVerdict
 
 pytestmark = [pytest.mark.examined, pytest.mark.slow]
@@ -156,6 +157,15 @@ def test_a_run_with_a_finding() -> None:
 def test_a_run_without_a_finding() -> None:
     verdict = fit(mlp(20, 16, 2), classes(512), val=classes(128), steps=120, lr=1e-2, settings={"log.doctor": True})
     assert verdict.word == "no finding" and verdict.sentence.startswith("finished without a finding: training loss ")
+
+
+def test_the_finding_of_a_label_out_of_range_names_its_sample(capsys: pytest.CaptureFixture[str]) -> None:
+    x, y = classes(128)
+    y[100] = 7
+    with pytest.raises(DataError, match=r"samples \[100\]"):
+        tw.fit(mlp(20, 16, 2), (x, y), CROSS_ENTROPY, device="cpu")
+    said = capsys.readouterr().out
+    assert "samples 100 at" in said and "correct the samples if a few labels are wrong" in said
 
 
 def test_validation_samples_with_nan_are_named() -> None:

@@ -19,7 +19,7 @@ from trainwright.doctor.diagnose import USER_CHECK_PREFIX, UserCheckFacts
 from trainwright.doctor.finding import ExperimentRequest, RemedyTrial
 from trainwright.doctor.measure import REPLAYS
 from trainwright.doctor.remedies import TRIALS
-from trainwright.errors import text_of
+from trainwright.errors import DataError, text_of
 from trainwright.recorder.program import Backward, Constant, RecordedStep, mapped
 from trainwright.recorder.ranks import own_part
 from trainwright.recorder.ring import Ring
@@ -375,6 +375,7 @@ class ExperimentRunner:
             "other_steps": sum(kind == "other_step" and value > 0 for kind, value in recorded.events),
             "ids": [list(ids) if ids else None for ids in recorded.ids],
             "lines": recorded.values.get("lines", []),
+            "samples": list(error.sample_ids) if isinstance(error, DataError) else [],
         }
         if tape.failed is not None:
             name, written, line = tape.failed

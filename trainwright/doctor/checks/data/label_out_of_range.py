@@ -26,8 +26,8 @@ def label_out_of_range(run: RunContext) -> Results:
     Usual cause: labels are counted from 1, the last layer has too few outputs, or labels of a binary loss are -1 and 1
     or 0 to 255.
 
-    Fix: subtract 1 from the labels, or give the last layer `int(y.max()) + 1` outputs; use the label -100 for targets
-    to ignore. Targets of a binary loss are 0 and 1.
+    Fix: correct the samples if a few labels are wrong. Otherwise, subtract 1 from the labels, or give the last layer
+    `int(y.max()) + 1` outputs. Use the label -100 for targets to ignore. Targets of a binary loss are 0 and 1.
 
     Sources: pytorch/pytorch#18014, pytorch/pytorch#1204.
     """
@@ -61,9 +61,10 @@ def _out_of_range(run: RunContext, unfinished: Facts, named: int | None) -> Find
     ]
     span = f"{labels['min']:.0f} to {labels['max']:.0f}" if "min" in labels else str(named)
     by_one = least is not None and labels.get("min") == 1 and labels.get("max") == least
-    samples = tuple(ids[n] for n in bad) if len(ids) == len(values) else ()
+    samples = tuple(ids[n] for n in bad) if len(ids) == len(values) else tuple(unfinished.get("samples", ()))
+    label = named if named is not None else "a label"
     return run.finding(
-        symptom=f"{op} raised: {named if named is not None else 'a label'} is no class; the labels are {span}",
+        symptom=f"{op} raised: {label} is no class; the labels of the batch are {span}",
         cause="labels are counted from 1" if by_one else "a label names no class, or the model has too few outputs",
         where=Where(op=op, sample_ids=samples, source=failed.get("line")),
         evidence=[
