@@ -236,12 +236,14 @@ def test_a_table_in_a_file(tmp_path: Path) -> None:
         ({"inputs": ["kind"], "target": "y"}, "'kind' holds .*no numbers"),
         ({"inputs": "a", "target": "y"}, "inputs is one text"),
         ({"inputs": [], "target": "y"}, "without inputs"),
+        ({"inputs": ["day"], "target": "y"}, r"'day' holds times \(datetime64"),
         ({"inputs": ["gap"], "target": "y"}, "1 of 3 values of the column 'gap' are missing"),
     ],
 )
 def test_a_column_that_cannot_be_used_is_named(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        tw.table(arrays() | {"gap": np.array([1, np.nan, 2])}, **settings)
+        more = {"gap": np.array([1, np.nan, 2]), "day": np.array(["2020-01-01"] * 3, "datetime64[ns]")}
+        tw.table(arrays() | more, **settings)
 
 
 def test_a_table_that_is_not_there_is_named(tmp_path: Path) -> None:

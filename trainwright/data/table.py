@@ -68,6 +68,11 @@ def _column(frame: Frame, name: str) -> NDArray[Any]:
 
 
 def _numbers(column: NDArray[Any], name: str) -> NDArray[np.float32]:
+    if column.dtype.kind in "mM":
+        raise UsageError(
+            f"the column {name!r} holds times ({column.dtype}), and float32 cannot tell neighbours apart",
+            remedy="give numbers that matter, such as the hour, or the seconds since the first row",
+        )
     try:
         numbers = column.astype(np.float32)
     except (TypeError, ValueError):
