@@ -161,6 +161,13 @@ def test_a_key_of_a_sweep_file_that_is_unknown_is_named_with_its_line(tmp_path: 
         read_sweep(tmp_path / "a.yaml", environ={})
 
 
+def test_a_number_in_quotes_is_shown_with_its_quotes(tmp_path: Path) -> None:
+    prepare(tmp_path)
+    (tmp_path / "a.yaml").write_text("recipe: recipe.yaml\nover: {seed: 0..4}\ntrials: '8'\n")
+    with pytest.raises(RecipeError, match=r"a.yaml:3: trials: .*\(got '8'\)"):
+        read_sweep(tmp_path / "a.yaml", environ={})
+
+
 def test_overrides_of_the_environment_are_settings_of_the_sweep(tmp_path: Path) -> None:
     found = read_sweep(prepare(tmp_path), over=LR, environ={"TRAINWRIGHT_BATCH__SIZE": "4", "TRAINWRIGHT_GRACE_S": "9"})
     assert found.settings == ("batch.size=4",)

@@ -18,6 +18,7 @@ from trainwright.errors import Problem, Problems, RecipeError, UsageError, sugge
 from trainwright.recipe import Loaded, load
 from trainwright.recipe.catalog import mode_of
 from trainwright.recipe.duration import Duration
+from trainwright.recipe.formatting import format_value
 from trainwright.recipe.load import ENV_PREFIX, RESERVED_ENV
 from trainwright.recipe.schema import NAME_PATTERN
 from trainwright.recipe.source import Place
@@ -349,7 +350,7 @@ def _problem(detail: Any, document: Document) -> Problem:
     if detail["type"] == "extra_forbidden":
         return Problem(path, "is not a key of a sweep", remedy=suggest(path, SweepFile.model_fields), where=where)
     remedy = "write recipe: and over:" if detail["type"] == "missing" else "see docs/how-to/sweep.md"
-    return Problem(path, str(detail["msg"]), got=str(detail.get("input"))[:60], remedy=remedy, where=where)
+    return Problem(path, str(detail["msg"]), got=format_value(detail.get("input")), remedy=remedy, where=where)
 
 
 def _place(document: Document, path: str) -> Place:
