@@ -158,6 +158,22 @@ def test_doubled_begin_tokens_of_any_set() -> None:
     assert audit is not None and names(audit) == {"doubled_bos"}
 
 
+@pytest.mark.parametrize("positions", [None, 7, 8])
+def test_samples_longer_than_the_model_of_any_set(positions: int | None) -> None:
+    """A rotary model computes with positions beyond those that it was made for."""
+    audit = audit_of(Samples(), limits=ModelLimits(positions=positions))
+    assert names(audit) == ({"longer_than_the_model"} if positions == 7 else set())
+
+
+def test_a_run_says_that_its_samples_are_longer_than_the_model(capsys: pytest.CaptureFixture[str]) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=16, max_position_embeddings=8, **sizes)
+    ids = torch.randint(16, (4, 12))
+    tw.fit(transformers.LlamaForCausalLM(config), {"input_ids": ids, "labels": ids}, steps=1, device="cpu")
+    assert "more tokens than the model has positions (8)" in capsys.readouterr().out
+
+
 def test_pixels() -> None:
     images, masks = torch.rand(4, 3, 8, 8), torch.zeros(4, 8, 8, dtype=torch.int64)
     assert audit_batches([((images, masks), range(4))], ignore_index=255) is None  # all of them count

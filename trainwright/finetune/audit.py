@@ -479,6 +479,7 @@ class _Counts:
     trained_ends: int = 0
     trained_padding: tuple[int, ...] = ()
     doubled_bos: tuple[int, ...] = ()
+    too_long: tuple[int, ...] = ()
     equal: int = 0
     equal_next: int = 0
     compared: int = 0
@@ -489,6 +490,7 @@ def audit_batches(
     batches: Iterable[tuple[object, Sequence[int]]],
     *,
     special: SpecialIds = SpecialIds(),
+    limits: ModelLimits = ModelLimits(),
     collate: object = None,
     ignore_index: int = IGNORE,
     model_shifts: bool = False,
@@ -503,6 +505,7 @@ def audit_batches(
     Args:
         batches: Batches as the loss receives them, each with the positions of its samples.
         special: Ids of special tokens.
+        limits: What the model accepts.
         collate: The collate function, whose name is reported.
         ignore_index: The target that the loss does not count.
         model_shifts: True if the model shifts labels by one itself, as those of ``transformers`` do.
@@ -519,11 +522,11 @@ def audit_batches(
             continue
         pairs += 1
         inputs, labels, mask = found
-        _count_batch(counts, inputs, labels.detach().cpu(), mask, list(ids), special, ignore_index)
+        _count_batch(counts, inputs, labels.detach().cpu(), mask, list(ids), special, limits, ignore_index)
     if not pairs or (counts.unit != "tokens" and counts.supervised == counts.total):
         return None  # class labels, none of which is ignored
     by = _collator_name(collate)
-    findings = _batch_findings(counts, special, by, model_shifts, labelled_before, ignore_index)
+    findings = _batch_findings(counts, special, limits, by, model_shifts, labelled_before, ignore_index)
     return Supervision(
         name,
         counts.unit,
@@ -572,6 +575,7 @@ def _count_batch(
     mask: Tensor | None,
     positions: list[int],
     special: SpecialIds,
+    limits: ModelLimits,
     ignore_index: int,
 ) -> None:
     counts.unit = "tokens" if ids_BT is not None else "pixels" if labels.dim() > 2 else "targets"
@@ -591,6 +595,8 @@ def _count_batch(
         counts.trained_padding += tuple(names[at] for at in (supervised & ~real).flatten(1).any(1).nonzero().flatten())
     if ids_BT is None or ids_BT.dim() != 2:
         return
+    if limits.positions is not None:
+        counts.too_long += tuple(names[at] for at in (real.sum(1) > limits.positions).nonzero().flatten().tolist())
     both = supervised[:, :-1]
     counts.equal += int((labels == ids_BT)[:, :-1][both].sum())
     counts.equal_next += int((labels[:, :-1] == ids_BT[:, 1:])[both].sum())
@@ -614,6 +620,7 @@ def _count_batch(
 def _batch_findings(
     counts: _Counts,
     special: SpecialIds,
+    limits: ModelLimits,
     by: str,
     model_shifts: bool,
     labelled_before: Callable[[], bool | None],
@@ -666,6 +673,12 @@ def _batch_findings(
             "doubled_bos",
             "two begin tokens in a row",
             "tokenize the text of a chat template with add_special_tokens=False",
+        ),
+        (
+            counts.too_long,
+            "longer_than_the_model",
+            f"more tokens than the model has positions ({limits.positions})",
+            f"truncate samples to {limits.positions} tokens, or make the model with more max_position_embeddings",
         ),
     ):
         if positions:

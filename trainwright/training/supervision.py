@@ -20,7 +20,7 @@ from trainwright.data.unwrap import Unwrapped
 from trainwright.engine.loss import ModelLoss
 from trainwright.engine.losses import cross_entropy, out_of_range
 from trainwright.errors import DataError
-from trainwright.finetune.audit import audit_batches, audit_set, limits_of, special_ids, tokenized_set_of
+from trainwright.finetune.audit import ModelLimits, audit_batches, audit_set, limits_of, special_ids, tokenized_set_of
 from trainwright.plan.make import Plan
 from trainwright.runs.supervision import Supervision
 
@@ -40,7 +40,7 @@ def audit_parts(
     """
     limits = limits_of(parts.model)
     train = tokenized_set_of(parts.train.dataset)
-    found = _audit_of_batches(parts, first, left_out)
+    found = _audit_of_batches(parts, limits, first, left_out)
     if train is not None:  # its batches matter only if their collate function masks everything
         found = [audit_set(train, limits=limits), *(each for each in found if each.refusal is not None)]
     val = tokenized_set_of(parts.val.dataset) if parts.val is not None else None
@@ -74,21 +74,24 @@ def require_labels_in_range(parts: Parts, plan: Plan, outputs: int | None, left_
         raise DataError(f"{error.message} (samples {few})", sample_ids=ids, remedy=error.remedy)
 
 
-def _audit_of_batches(parts: Parts, first: StepBatch | None, left_out: Collection[int]) -> list[Supervision]:
+def _audit_of_batches(
+    parts: Parts, limits: ModelLimits, first: StepBatch | None, left_out: Collection[int]
+) -> list[Supervision]:
     batches = [(micro.data, micro.ids.tolist()) for micro in first.micro] if first is not None else []
-    found = _audited(parts, batches, left_out)
+    found = _audited(parts, limits, batches, left_out)
     if first is None or (found is not None and found.refusal is not None):
         with preserved_rng():
-            found = _audited(parts, chain(batches, _read_batches(parts.train, left_out)), left_out)
+            found = _audited(parts, limits, chain(batches, _read_batches(parts.train, left_out)), left_out)
     return [] if found is None else [found]
 
 
-def _audited(parts: Parts, batches: Any, left_out: Collection[int]) -> Supervision | None:
+def _audited(parts: Parts, limits: ModelLimits, batches: Any, left_out: Collection[int]) -> Supervision | None:
     ignore_index = getattr(parts.loss, "ignore_index", IGNORE)
     ignore_index = ignore_index if isinstance(ignore_index, int) else IGNORE
     return audit_batches(
         batches,
         special=special_ids(parts.train.collate, parts.train.origin, parts.model),
+        limits=limits,
         collate=parts.train.collate,
         ignore_index=ignore_index,
         model_shifts=isinstance(parts.loss, ModelLoss) and hasattr(parts.model, "config"),
