@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -102,7 +103,8 @@ def test_samples_of_three_parts_do_not_fit_a_model_of_one_input() -> None:
         tw.fit(nn.Sequential(head()), (X, LABELS, LABELS), CE, steps=1, quiet=True)
 
 
-def test_batch_norm_of_one_sample_in_the_last_batch() -> None:
+def test_batch_norm_of_one_sample_in_the_last_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     model = nn.Sequential(head(), nn.BatchNorm1d(2))
     with pytest.raises(UsageError, match="batch_norm cannot work with") as raised:
         tw.fit(model, (X[:5], LABELS[:5]), CE, batch=4, quiet=True)

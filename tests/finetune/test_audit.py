@@ -165,7 +165,10 @@ def test_samples_longer_than_the_model_of_any_set(positions: int | None) -> None
     assert names(audit) == ({"longer_than_the_model"} if positions == 7 else set())
 
 
-def test_a_run_says_that_its_samples_are_longer_than_the_model(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_says_that_its_samples_are_longer_than_the_model(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = transformers.LlamaConfig(vocab_size=16, max_position_embeddings=8, **sizes)
