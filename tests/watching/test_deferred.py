@@ -17,6 +17,7 @@ import trainwright as tw
 from trainwright.checkpoint.cursor import MicroBatch, StepBatch
 from trainwright.engine.precision import Precision
 from trainwright.engine.step import StepFn
+from trainwright.errors import DataError
 from trainwright.optim.clip import make_clip
 from trainwright.recorder.listener import has_listeners
 from trainwright.recorder.probes import Probe
@@ -247,7 +248,7 @@ def test_a_step_that_is_not_finite_is_traced_to_its_operation(run: Run) -> None:
 @pytest.mark.slow
 def test_the_operation_of_a_step_that_raised_is_known(run: Run) -> None:
     run.train(STEP - 1)
-    with pytest.raises(IndexError) as raised:
+    with pytest.raises(DataError) as raised:
         run.advance(run.state, batch(STEP, label=7))
     weights = [each.clone() for each in run.model.parameters()]
     run.session.end(raised.value)

@@ -17,6 +17,7 @@ from trainwright.checkpoint.cursor import MicroBatch, StepBatch
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.diagnose import diagnose
 from trainwright.engine.step import StepFn
+from trainwright.errors import DataError
 from trainwright.recorder.program import RecordedStep, constants_of
 from trainwright.runs.folder import RunFolder
 from trainwright.runs.records import Examined, Found, Record, Watched
@@ -83,7 +84,7 @@ def test_a_state_that_is_larger_than_the_recorder_is_not_copied_first(session: S
 def test_of_a_step_that_raised_the_operation_is_named(session: Session, steps: int) -> None:
     watched, state, written = session
     advance = train(watched, state, steps)
-    with pytest.raises(IndexError) as raised:
+    with pytest.raises(DataError) as raised:
         advance(state, batch(steps + 1, label=7))
     watched.end(raised.value)
     (unfinished,) = [each for each in written if isinstance(each, Examined) and each.experiment == "unfinished"]
@@ -95,7 +96,7 @@ def test_the_last_look_is_made_though_the_step_that_raised_cannot_be_run_again(s
     watched, state, written = session
     advance = train(watched, state, 3)
     state.model.register_module("late", nn.Linear(1, 1))
-    with pytest.raises(IndexError) as raised:
+    with pytest.raises(DataError) as raised:
         advance(state, batch(4, label=7))
     before = len(written)
     watched.end(raised.value)
@@ -201,7 +202,7 @@ def test_a_step_that_is_examined_is_recorded_while_it_trains() -> None:
 def test_a_step_that_raises_while_it_is_recorded_leaves_no_hook_behind(session: Session) -> None:
     watched, state, _ = session
     advance = watched.around(tw.make_step(nn.CrossEntropyLoss(), witness=watched.witness))
-    with pytest.raises(IndexError) as raised:
+    with pytest.raises(DataError) as raised:
         advance(state, batch(1, label=7))
     watched.end(raised.value)
     assert not state.model._forward_hooks and not state.model._forward_pre_hooks
