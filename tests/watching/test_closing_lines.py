@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -96,3 +97,31 @@ def test_a_loop_without_a_step_has_no_loss(capsys: Captured) -> None:
 @pytest.mark.slow
 def test_a_quiet_watch_prints_nothing(capsys: Captured) -> None:
     assert lines_of(capsys, out=None, quiet=True) == []
+
+
+class Scaled(torch.autograd.Function):
+    """Multiplies a loss by an array of NumPy."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, by: Any) -> torch.Tensor:
+        ctx.by = float(by[0])
+        return loss * ctx.by
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0] * ctx.by, None
+
+
+def test_a_replay_that_always_fails_is_said_with_the_reason(capsys: Captured) -> None:
+    model = net()
+    optimizer = sgd(model)
+    with tw.watch(model, optimizer, out=None):
+        for _ in range(6):
+            optimizer.zero_grad()
+            Scaled.apply(F.cross_entropy(model(X), Y), np.full(1, 2.0)).backward()  # the array is new in each step
+            optimizer.step()
+    said = capsys.readouterr().err
+    assert "none of them replayed" in said
+    assert re.search(
+        r"^not replayed  \d of 6 recorded steps: ndarray has state that was not kept", said, re.MULTILINE
+    ), said

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -757,3 +758,13 @@ def test_a_module_without_shapes_beside_the_loop() -> None:
     with tw.watch(model, optimizer := sgd(model), out=None, quiet=True) as watch:
         plain_steps(model, optimizer, 30)
     assert watch.session.failures == [] and later.has_uninitialized_params()
+
+
+def test_outputs_are_indexed_with_numpy() -> None:
+    def step(model: Any, optimizer: Optimizer) -> None:
+        chosen = np.where(Y.numpy() > 0)
+        optimizer.zero_grad()
+        F.cross_entropy(model(X)[chosen], Y[chosen]).backward()
+        optimizer.step()
+
+    assert replays(both(loop_of(step)))

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
@@ -49,6 +50,11 @@ def autocast_now(device_type: str) -> Autocast:
 def is_cut(args: Args, made: Iterable[Tensor]) -> bool:
     """Returns True if a tensor with a graph is an argument of a function whose results have none."""
     return not any(map(_WANTS_GRADIENT, made)) and any(isinstance(x, Tensor) and x.requires_grad for x in args)
+
+
+def _as_index(leaf: object) -> object:
+    """Returns a tensor for an array of NumPy, such as ``np.where`` returns, and anything else unchanged."""
+    return torch.from_numpy(leaf.copy()) if isinstance(leaf, np.ndarray) else leaf
 
 
 _Begun: TypeAlias = tuple[list[Instruction], int, Tensor | None]
@@ -124,6 +130,8 @@ class Tape(PausableMode):
         name = getattr(function, "__name__", "?")
         in_place = bool(args) and id(args[0]) in map(id, made)
         before = self._reads
+        if name == "__getitem__":
+            args = mapped(args, _as_index)
         positional, by_name = self.write(args), self.write(kwargs)
         is_free = self._reads == before or name in _LIKE
         if is_free and not any(map(_WANTS_GRADIENT, made)):

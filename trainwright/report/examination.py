@@ -48,10 +48,12 @@ class Examination:
     ) -> Examination:
         """Build the examination from the records of a run."""
         every = tuple(records)
-        examined = [each for each in every if isinstance(each, Examined) and "blind" not in each.values]
-        replayed = [each.step for each in examined if each.experiment in _STEP_EXPERIMENTS]
+        examined = [each for each in every if isinstance(each, Examined) and each.experiment in _STEP_EXPERIMENTS]
+        replayed = [each.step for each in examined if "blind" not in each.values]
         watched = [each for each in every if isinstance(each, Watched)]
         blind = Counter(str(each.values["blind"]) for each in watched if each.values.get("blind"))
+        if not (replayed or blind):  # the recording is whole, and each replay failed
+            blind = Counter(why for _, why in {(each.step, str(each.values["blind"])) for each in examined})
         last_unexamined = [each for each in every if isinstance(each, Unexamined)][-1:]
         numbers = {each.step for each in watched}
         return cls(
