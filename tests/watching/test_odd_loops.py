@@ -768,3 +768,20 @@ def test_outputs_are_indexed_with_numpy() -> None:
         optimizer.step()
 
     assert replays(both(loop_of(step)))
+
+
+def test_parameters_without_the_argument_of_torch() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.vars = nn.ParameterList([nn.Parameter(p.detach().clone()) for p in nn.Linear(6, 3).parameters()])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.vars[0], self.vars[1])
+
+        def parameters(self) -> Any:  # type: ignore[override]
+            return iter(self.vars)
+
+    watch = both(loop_of(plain_step, Own))
+    assert said(watch) == ""
+    assert replays(watch)

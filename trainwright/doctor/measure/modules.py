@@ -333,7 +333,8 @@ class Modules(ModuleProbe):
             path = path.rpartition(".")[0]
             if not self._is_frozen(self.modules[path]):
                 return found
-            if any(not isinstance(m, NORMS) and [*m.parameters(recurse=False)] for m in self.modules[path].modules()):
+            inside = [m for m in self.modules[path].modules() if not isinstance(m, NORMS)]
+            if any(True for m in inside for _ in nn.Module.parameters(m, recurse=False)):
                 found = path
         return found
 

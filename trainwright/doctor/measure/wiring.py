@@ -205,7 +205,7 @@ def structure(session: ReplaySession) -> WiringFacts:
         cuts = wiring.cuts({name for name in trained if result.grads.get(name) is None})
     outside = {name: t for name, t in _unregistered(session, wiring.leaves).items() if id(t) in held}
     norms = [m for m in session.modules.values() if isinstance(m, _NORMS)]
-    of_norms = {id(p) for module in norms for p in module.parameters(recurse=False)}
+    of_norms = {id(p) for module in norms for p in nn.Module.parameters(module, recurse=False)}
     others = [p for p in session.parameters.values() if id(p) not in of_norms]
     return WiringFacts(
         trained=len(trained),
@@ -420,9 +420,8 @@ def _gains(session: ReplaySession) -> dict[str, float]:
     names = {id(p): n for n, p in session.parameters.items()}
     gains = {}
     for module in session.modules.values():
-        for parameter in (
-            module.parameters(recurse=False) if not isinstance(module, nn.Embedding | nn.EmbeddingBag) else ()
-        ):
+        is_table = isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        for parameter in () if is_table else nn.Module.parameters(module, recurse=False):
             if parameter.dim() >= 2 and id(parameter) in names:
                 fan_in = parameter[0].numel()
                 gains[names[id(parameter)]] = float(parameter.detach().float().std()) * math.sqrt(fan_in)
