@@ -39,6 +39,7 @@ from tests.watching.loops import (
     sgd,
     weights,
 )
+from trainwright.runs.records import Watched
 from trainwright.watching.session import NonFiniteStep
 
 # models of other shapes
@@ -785,3 +786,21 @@ def test_parameters_without_the_argument_of_torch() -> None:
     watch = both(loop_of(plain_step, Own))
     assert said(watch) == ""
     assert replays(watch)
+
+
+@pytest.mark.parametrize("is_before", [True, False], ids=["before backward", "after backward"])
+def test_the_loss_of_a_step_is_that_of_backward(is_before: bool) -> None:
+    def step(model: Any, optimizer: Optimizer) -> None:
+        def inner() -> None:
+            torch.autograd.grad(1000 + F.cross_entropy(model(X), Y), list(model.parameters()))
+
+        optimizer.zero_grad()
+        if is_before:
+            inner()
+        F.cross_entropy(model(X), Y).backward()
+        if not is_before:
+            inner()
+        optimizer.step()
+
+    watch = both(loop_of(step))
+    assert all(each.loss < 10 for each in watch.records if isinstance(each, Watched))

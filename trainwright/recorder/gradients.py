@@ -161,7 +161,7 @@ class GradientRecorder(Listener):
         if options.get("create_graph") or not any(id(each) in self._numbers for each in variables):
             return
         self._happened("autograd_grad", len(variables))
-        self.current.losses += [each.detach() for each in _as_list(outputs) if each.numel() == 1]
+        self.current.grad_losses += [each.detach() for each in _as_list(outputs) if each.numel() == 1]
         self.current.blind = "the gradients come from torch.autograd.grad, and their use is not recorded"
 
     def _has_backward(self) -> bool:

@@ -155,7 +155,8 @@ NOT_RECORDED = "the loop calls the model many times a step, so that most of its 
 class RecordedStep:
     """One recorded optimizer step. ``ids`` are the sample ids of each batch that it read.
 
-    ``losses`` are the tensors on which backward was called, without a loss scale. ``loss`` is their mean if the engine
+    ``losses`` are the tensors on which backward was called, without a loss scale. Without any they are ``grad_losses``,
+    on which torch.autograd.grad was called; otherwise these are inner losses. ``loss`` is their mean if the engine
     reported it, else None. ``events`` are (kind, value) in order. ``values`` are further facts by name.
 
     ``blind`` is the reason why the step cannot be replayed; None if it can. ``num_bytes`` is the memory that its
@@ -169,6 +170,7 @@ class RecordedStep:
     events: list[Event] = field(default_factory=list)
     ids: list[Ids] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
+    grad_losses: list[Tensor] = field(default_factory=list)
     loss: Tensor | float | None = None
     grad_norm: Tensor | float | None = None
     trained: tuple[int, int] = (0, 0)

@@ -116,6 +116,7 @@ class LoopRecorder(GradientRecorder):
         if len(step.program) > LONGEST or self.tape.num_bytes > self.budget_bytes:
             step.program.clear()
             step.losses.clear()
+            step.grad_losses.clear()
             step.ids.clear()
             self.tape.forget()
             self.tape.num_bytes = 0
@@ -230,6 +231,7 @@ class LoopRecorder(GradientRecorder):
         if self.tape.lines:
             called = [[f"op:{name}", line] for name, line in self.tape.lines]
             done.values["lines"] = [*done.values.get("lines", ()), *called]
+        done.losses = done.losses or done.grad_losses
         self.tape.forget()
         self._stepped.clear()
         self._scaled_losses.by_id.clear()
