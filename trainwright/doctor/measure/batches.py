@@ -25,6 +25,7 @@ from trainwright.doctor.measure.tensors import padding_of
 from trainwright.doctor.measure.tokens import Losses, place
 from trainwright.recorder.program import constants_of, tensors_of
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
+from trainwright.replay.classified import CHUNKED, CLASSIFYING
 from trainwright.replay.experiments import replay
 from trainwright.replay.functions import argument, function_name
 from trainwright.replay.replayer import UNCHANGED, Intervention, NotReplayable
@@ -276,7 +277,7 @@ def padding_in_loss(session: ReplaySession) -> PaddingFacts:
     """Returns the gradient of the loss at outputs inside the padding: exactly 0 if the loss ignores padding.
 
     An output is inside the padding if its own position and both neighbours are padding, so that targets shifted by one
-    make no difference.
+    make no difference. The targets must be classes of the tokens: another axis may have the same size.
     """
     if len(session.roots) > 1:
         raise NotReplayable("the outputs of one of several models need not be what the loss is made of")
@@ -288,6 +289,15 @@ def padding_in_loss(session: ReplaySession) -> PaddingFacts:
     deep = is_pad & is_pad.roll(1, 1) & is_pad.roll(-1, 1)
     deep[:, 0] = deep[:, -1] = False
     outputs: list[Tensor] = []
+    counts: set[int] = set()  # numbers of targets that are classes
+
+    def collect(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
+        name = function_name(function)
+        if name in CLASSIFYING or name == "gather":
+            place = 2 if name in (CHUNKED, "gather") else 1
+            target = argument(args, kwargs, place, "index" if name == "gather" else "target", None)
+            counts.update([] if target.is_floating_point() else [target.numel()])
+        return function(*args, **kwargs)
 
     def keep(root: nn.Module, args: Args, output: object) -> None:
         for tensor in tensors_of(output):
@@ -302,7 +312,9 @@ def padding_in_loss(session: ReplaySession) -> PaddingFacts:
         for handle in handles:
             handle.remove()
 
-    session.run(Intervention(model=hooked))
+    session.run(Intervention(model=hooked, ops=collect))
+    if counts.isdisjoint((ids.numel(), ids.numel() - len(ids))):
+        raise NotReplayable("the loss has no class as its target for each position")
     grads = [tensor.grad for tensor in outputs if tensor.grad is not None]
     if not grads or not bool(deep.any()):
         raise NotReplayable("the model has no output for each position, or no row has enough padding")

@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
+import trainwright as tw
 from tests.doctor.checks.data.loops import exam, requested, results, said, steps
 from trainwright.doctor.checks.data.constant_input import constant_input
 from trainwright.doctor.checks.data.label_feature_misaligned import MAX_DEVIATIONS, label_feature_misaligned
@@ -161,3 +164,19 @@ def test_simple_learners_predict_labels(kind: str) -> None:
     }
     x = x[:, :2] if kind == "near" else x
     assert (_signal(x, labels[kind].long(), 2) > MAX_DEVIATIONS) == (kind != "other samples")
+
+
+@pytest.mark.parametrize("is_of_tokens", [True, False], ids=["a class for each token", "spectra with as many channels"])
+def test_padding_is_that_of_the_targets(is_of_tokens: bool) -> None:
+    torch.manual_seed(0)
+    ids = torch.randint(1, 12, (16, 8)) * (torch.arange(8) < torch.randint(3, 9, (16, 1)))
+    table, spectra = nn.Embedding(12, 8), torch.randn(16, 8, 8)
+    optimizer = torch.optim.SGD(table.parameters(), 1e-2)
+    with tw.watch(table, optimizer, out=None, quiet=True, examine="all") as watch:
+        for _ in range(4):
+            optimizer.zero_grad()
+            out = table(ids)
+            loss = F.cross_entropy(out.flatten(0, 1), ids.flatten() % 8) if is_of_tokens else F.mse_loss(out, spectra)
+            loss.backward()
+            optimizer.step()
+    assert ("data.pad_in_loss" in [each.code for each in watch.findings()]) == is_of_tokens
