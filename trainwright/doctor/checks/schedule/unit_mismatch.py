@@ -43,8 +43,13 @@ def unit_mismatch(run: RunContext, facts: LearningRateFacts) -> Results:
     for each in facts.schedulers:
         symptom = _per_micro_batch(each) or _over_in_an_epoch(facts, each)
         if symptom or (run.finished and (symptom := _never_reached(facts, each))):
+            is_in_loop = _per_micro_batch(each)
             yield run.finding(
                 symptom=symptom,
+                cause="scheduler.step() is in the loop over micro-batches, outside of the `if` that steps the "
+                "optimizer: the schedule is over too early"
+                if is_in_loop
+                else "",
                 severity="warning" if facts.exhausted is None else "critical",
                 evidence=[("calls of scheduler.step()", each.calls), ("updates", facts.steps)],
                 trial=RemedyTrial("another_rate", {"lr": facts.peak}),
