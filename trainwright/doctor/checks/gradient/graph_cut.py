@@ -3,7 +3,7 @@ from trainwright.doctor.facts.weights import is_left_as_it_is, standing
 from trainwright.doctor.facts.wiring import WiringFacts
 
 
-@check(stage="backward", confidence=0.95, explains=("loss.no_better_than_constant",))
+@check(stage="backward", confidence=0.95, explains=("loss.no_better_than_constant", "model.dead_relu"))
 def graph_cut(run: RunContext, facts: WiringFacts, seen: Every[WiringFacts]) -> Results:
     """The autograd graph is cut inside the model, so weights that the optimizer holds get no gradient.
 
@@ -13,7 +13,8 @@ def graph_cut(run: RunContext, facts: WiringFacts, seen: Every[WiringFacts]) -> 
     Exceptions: a stop-gradient is reported only with -v if it is outside of the trained path (a teacher, a target), or
     if the weights that it cuts off were trained earlier.
 
-    Usual cause: `.detach()`, `.data`, `.item()`, NumPy, an integer conversion or `torch.no_grad()` in `forward`.
+    Usual cause: `.detach()`, `.data`, `.item()`, NumPy, an integer conversion or `torch.no_grad()` in `forward`; a
+    codebook loss of the result of a straight-through estimator.
 
     Looks like: gradient.zero_behind_rounding, where there is a gradient of 0; frozen parameters.
 

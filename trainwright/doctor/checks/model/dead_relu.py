@@ -9,7 +9,7 @@ NO_RELU = ReluFacts(dead=0.0, varies=1.0, rows=0, furthest=0.0)
 @check(
     stage="forward",
     confidence=0.9,
-    explains=("gradient.vanishing", "gradient.graph_cut", "model.output_same_for_all_samples"),
+    explains=("gradient.vanishing", "model.output_same_for_all_samples"),
 )
 def dead_relu(run: RunContext, looks: Every[LayersFacts]) -> Results:
     """Many units of a ReLU are 0 for every sample.
