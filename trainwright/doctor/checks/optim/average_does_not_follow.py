@@ -4,6 +4,7 @@ from statistics import median
 from trainwright.doctor import NotApplicable, Results, RunContext, check
 from trainwright.doctor.facts.weights import MAX_UNEXPLAINED, AveragesFacts, CopyFacts, averages_of
 
+MAX_SHARE = 0.3  # Maximum fraction that a useful average takes of the weights in each step
 MIN_STILL = 0.5  # Median over the moves of the fraction of elements of a 16-bit copy that stay unchanged
 
 
@@ -18,7 +19,8 @@ def average_does_not_follow(run: RunContext, facts: AveragesFacts) -> Results:
     Exceptions: slow weights and target networks, which change only from time to time; a decay that warms up.
 
     Usual cause: the two factors do not add up to 1, the decay is not between 0 and 1, or decay and its complement are
-    swapped; or the average is kept in 16 bits, where a change of less than half of the last digit is lost.
+    swapped or overwritten; or the average is kept in 16 bits, where a change of less than half of the last digit is
+    lost.
 
     Fix: keep the average in float32: `average.mul_(decay).add_(weights, alpha=1 - decay)` with a decay such as 0.99.
 
@@ -42,7 +44,10 @@ def average_does_not_follow(run: RunContext, facts: AveragesFacts) -> Results:
             yield run.finding(
                 symptom=f"the averages of the weights of {copy.of} (a {copy.kind}) {what}",
                 since_step=copy.moves[0].step,
-                evidence=[("fraction of the way at each step", last.share, "0 to 0.5"), ("growth", last.growth, 0.0)],
+                evidence=[
+                    ("fraction of the way at each step", last.share, f"0 to {MAX_SHARE}"),
+                    ("growth", last.growth, 0.0),
+                ],
             )
 
 
@@ -55,6 +60,7 @@ def _wrong_with(copy: CopyFacts) -> str:
     if min(shares) < 0 or max(shares) > 1:
         return f"take {last.share:.4g} of the way to the weights at each step"
     is_every_step = any(after.step - before.step == 1 for before, after in pairwise(copy.moves))
-    if min(shares) > 0.5 and is_every_step and not shares[-1] < 0.95 * shares[0]:
-        return f"take {last.share:.0%} of the way to the weights at each step, so they average fewer than two steps"
+    if min(shares) > MAX_SHARE and is_every_step and not shares[-1] < 0.95 * shares[0]:
+        steps = 1 / last.share
+        return f"take {last.share:.0%} of the way to the weights at each step, so they average about {steps:.0f} steps"
     return ""
