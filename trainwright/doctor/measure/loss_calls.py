@@ -241,6 +241,8 @@ DIFFERENCES = frozenset({"sub", "rsub"})
 SIZES = {"square": SQUARED, "pow": SQUARED, "abs": "absolute error"}
 MAY_ADD_DIMENSION = frozenset({"unsqueeze", "__getitem__", "view", "reshape"})
 RANDOM_FUNCTIONS = frozenset({"multinomial", "bernoulli", "poisson", "normal", "sample"})
+COMPARISONS = DISTANCES | {"kl_div"}
+"""Losses of two tensors of numbers. Without a graph they compare data with data."""
 SUM_FUNCTIONS = frozenset({"add", "radd", "iadd", "sub", "rsub", "isub"})
 WEIGHTING_FUNCTIONS = frozenset({"mul", "rmul", "div", "neg", "mean", "sum", "squeeze", "float", "to"})
 """Functions that weight or reduce a term. The result keeps the name of the function that computed the term."""
@@ -540,7 +542,8 @@ class LossCalls:
         if plain in SUM_FUNCTIONS and result.requires_grad and len(tensors) == 2:
             for each in tensors:
                 op = self._without_graph.get(each)
-                if op is not None and not each.requires_grad and self._slot_of(each) is not None:
+                is_compared = op in COMPARISONS or self._slot_of(each) is not None
+                if op is not None and not each.requires_grad and is_compared:
                     origins = self._origins.get(each) or frozenset()
                     lines = (line for number in sorted(origins) if (line := self._origin_lines.get(number)))
                     self._terms_without_graph.append((("no_gradient", op, next(lines, self._line())), origins))

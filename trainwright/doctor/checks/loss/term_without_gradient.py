@@ -13,15 +13,16 @@ def term_without_gradient(run: RunContext, exams: Every[LossFacts]) -> Results:
     """A term of the loss trains nothing: it is part of the printed loss, but has no effect on any update.
 
     How it is detected: in at least 3 of the first steps, one of two faults occurs. The loop adds a scalar without a
-    graph, computed from outputs of the model, to a scalar with a graph. Or the graph of a term reaches only weights
-    that no update changes before the next backward pass, while the graph of another term reaches weights that are
-    updated.
+    graph to a scalar with one, and computed it from outputs of the model, or as the distance of two tensors without a
+    graph. Or the graph of a term reaches only weights that no update changes before the next backward pass, while the
+    graph of another term reaches weights that are updated.
 
     Exceptions: a scalar that was detached itself, as in surrogate losses and baselines; a term of detached values, if a
     term with a gradient is multiplied by these values.
 
     Usual cause: the inputs of the term were detached or computed under `no_grad`: a generator's loss uses
-    `fake.detach()`; a gradient penalty calls `torch.autograd.grad` without `create_graph=True`.
+    `fake.detach()`; a teacher is compared with itself; a gradient penalty calls `torch.autograd.grad` without
+    `create_graph=True`.
 
     Looks like: loss.term_dominates, where the term has a gradient and another is far larger.
 
