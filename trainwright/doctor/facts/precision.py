@@ -56,6 +56,7 @@ class MixedPrecisionFacts:
     updates: int = 0  # Updates at the highest learning rate so far
     is_constant_rate: bool = False  # All sampled updates so far had one learning rate
     kept_elsewhere: bool = False  # The optimizer keeps float32 copies of the weights or uses stochastic rounding
+    never_moved: tuple[str, ...] = ()  # 16-bit tensors whose weights have gradients and their initial values
     stale_since: int | None = None  # First step that used weights that autocast had cached before the last update
     zeros: float = 0.0  # Fraction of gradients that are 0, for a loss in float16 without a loss scale
     rms_in_steps: float = math.inf  # Root mean square of the gradients in units of 6e-8, the smallest float16

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from trainwright.checkpoint.names import named_parameters
 from trainwright.doctor.facts.precision import Aliased, Emptied, FormatFacts, LossInFp32Facts, MixedPrecisionFacts
 from trainwright.doctor.measure.tensors import sampled
 from trainwright.recorder.gradients import owned_by
@@ -33,6 +34,7 @@ SAMPLED_ELEMENTS = 256
 EVERY_UPDATE_UNTIL = 64  # All updates until this one are sampled, then every INTERVAL_UPDATES-th
 INTERVAL_UPDATES = 16
 MAX_SAMPLES = 64
+MAX_MOVED_FRACTION = 0.05  # Maximum fraction of the weights of a tensor that move if the others are stuck
 MAX_WINDOWS = 3  # Number of steps with several micro-batches whose gradient sums are compared
 MAX_STEPS_OF_SUMS = 16  # Last step whose gradient sums are compared
 REPORTED_AT = (2, 6)  # The steps after which the first findings are reported
@@ -61,6 +63,8 @@ class MixedPrecision(Probe):
         self._steps = 0
         # a weight, samples of its values, and samples of its gradient
         self._before: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._names = {id(p): name for name, p in named_parameters(watched.subject.roots)}
+        self._first: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # a weight, its first values; True: with a gradient
         self._rng = torch.empty(0)
         # (learning rate, fraction of unchanged weights)
         self._still: deque[tuple[float, Tensor]] = deque(maxlen=MAX_SAMPLES)
@@ -144,6 +148,9 @@ class MixedPrecision(Probe):
             both = [(p, p.grad) for p in self._halves if id(p) in owned]
             self._before = [(p, _sampled(p), _sampled(g)) for p, g in both if g is not None and not g.is_sparse]
             self._rng = self._generator()
+            for p, weight, grad in self._before:
+                first = self._first.get(id(p), (p, weight, torch.zeros_like(grad, dtype=torch.bool)))
+                self._first[id(p)] = (*first[:2], first[2] | (grad != 0))
 
     def on_stepped(self, optimizer: Optimizer) -> None:
         before, self._before = self._before, []
@@ -183,6 +190,7 @@ class MixedPrecision(Probe):
             updates=len(at_full_rate),
             is_constant_rate=len({lr for lr, _ in self._still}) == 1,
             kept_elsewhere=self._kept_elsewhere,
+            never_moved=tuple(self._names.get(key, "") for key, each in self._first.items() if _is_stuck(*each)),
             stale_since=self._stale_since,
             zeros=small[0],
             rms_in_steps=small[1],
@@ -194,6 +202,12 @@ class MixedPrecision(Probe):
 
 def _sampled(tensor: Tensor) -> Tensor:
     return sampled(tensor, SAMPLED_ELEMENTS)
+
+
+def _is_stuck(weight: Tensor, first: Tensor, has_gradient: Tensor) -> bool:
+    """Returns True if hardly any weight that had a gradient has another value than at first."""
+    moved = (first != _sampled(weight)) & has_gradient
+    return bool(has_gradient.any() & (moved.sum() <= MAX_MOVED_FRACTION * has_gradient.sum()))
 
 
 def _smallness(grads: Sequence[Tensor]) -> Tensor:

@@ -1,7 +1,8 @@
-from trainwright.doctor import RemedyTrial, Results, RunContext, check
+from trainwright.doctor import RemedyTrial, Results, RunContext, Where, check, listed
 from trainwright.doctor.facts.precision import MixedPrecisionFacts
 
 MIN_UPDATES = 4
+MIN_UPDATES_OF_A_TENSOR = 16
 MIN_UPDATES_AT_ONE_RATE = 2  # A constant rate is no warm-up, whose first updates may be lost
 MIN_UNCHANGED_FRACTION = 0.5  # Median over the updates of the fraction of weights that stay unchanged
 
@@ -15,11 +16,12 @@ def lost_updates(run: RunContext, facts: MixedPrecisionFacts) -> Results:
 
     How it is detected: a sample of the 16-bit weights is compared before and after the update, at a learning rate of at
     least half of the highest one. In the median of four updates, half of the weights with a gradient do not change. Two
-    updates are enough if both have the same learning rate, because the first updates of a warm-up may be lost.
+    updates are enough if both have the same learning rate, because the first updates of a warm-up may be lost. Or 95 %
+    of the weights of one tensor have gradients and, after 16 updates, the values that they began with.
 
     Exceptions: optimizers that keep float32 copies or rounding errors, or that round stochastically.
 
-    Usual cause: `model.bfloat16()` with a plain optimizer.
+    Usual cause: `model.bfloat16()` with a plain optimizer. Scales of normalizations, which begin at 1, are stuck first.
 
     Looks like: optim.lr_too_low, where float32 weights hardly move either.
 
@@ -29,7 +31,17 @@ def lost_updates(run: RunContext, facts: MixedPrecisionFacts) -> Results:
     Sources: torchao #1124, torchtune #2254.
     """
     enough = MIN_UPDATES_AT_ONE_RATE if facts.is_constant_rate else MIN_UPDATES
-    if facts.kept_elsewhere or facts.updates < enough or facts.still < MIN_UNCHANGED_FRACTION:
+    if facts.kept_elsewhere or facts.updates < enough:
+        return
+    if facts.still < MIN_UNCHANGED_FRACTION:
+        if facts.updates >= MIN_UPDATES_OF_A_TENSOR and (names := facts.never_moved):
+            yield run.finding(
+                symptom=f"{listed(names)} have gradients, and the values from before the first of {facts.updates} "
+                "updates: each is lost by rounding",
+                where=Where(module=names[0].rpartition(".")[0]),
+                evidence=[("tensors that no update changes", len(names), 0)],
+                trial=RemedyTrial("fp32_weights"),
+            )
         return
     yield run.finding(
         symptom=f"an update leaves {facts.still:.0%} of the weights that have a gradient unchanged",
