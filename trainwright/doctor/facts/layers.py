@@ -176,6 +176,9 @@ class FunctionFacts:
     place: Deviation | None = None  # Deviation if the samples are in another order; None if not measured
 
 
+MASK_OF_ONES = "a mask among the inputs that is 1 everywhere"
+
+
 @dataclass(frozen=True)
 class PaddedFacts:
     """The forward pass of one step in eval mode, replayed without the padding of a row."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from trainwright.doctor.facts.layers import Deviation, FunctionFacts, PaddedFacts
+from trainwright.doctor.facts.layers import MASK_OF_ONES, Deviation, FunctionFacts, PaddedFacts
 from trainwright.doctor.measure.tensors import padding_of
 from trainwright.recorder.plain_tensors import plain
 from trainwright.recorder.program import Operation, constants_of, tensors_of
@@ -426,9 +426,17 @@ def _declared(passes: EvalPasses, ids: Tensor, filler: int) -> str:
         lengths = [x for x in passes.session.inputs if x.shape == kept.shape and not x.is_floating_point()]
         return "lengths among the inputs" if any(bool((x.to(kept) >= kept).all()) for x in lengths) else ""
     masks = [x for x in passes.session.inputs if x is not ids and x.shape == ids.shape]
+    if any(bool((x == 1).all()) for x in masks) and _is_certain(ids, filler):
+        return MASK_OF_ONES
     if any(int(((x != 0) != (ids != filler)).sum()) in (0, ids.numel()) for x in masks):
         return "a mask among the inputs"
     return "a mask that the model makes" if _is_compared(passes, ids, filler) else ""
+
+
+def _is_certain(ids: Tensor, filler: int) -> bool:
+    """Returns True if half of the rows end in the padding id, and no row has it anywhere else."""
+    is_end = (ids == filler).flip(1).long().cumprod(1).flip(1).bool()
+    return 2 * int(is_end[:, -1].sum()) >= len(ids) and torch.equal(is_end, ids == filler)
 
 
 def _is_compared(passes: EvalPasses, ids: Tensor, filler: int) -> bool:

@@ -1,5 +1,5 @@
 from trainwright.doctor import NotApplicable, Results, RunContext, check
-from trainwright.doctor.facts.layers import PaddedFacts
+from trainwright.doctor.facts.layers import MASK_OF_ONES, PaddedFacts
 
 
 @check(stage="forward", confidence=0.8, since_step=1)
@@ -24,6 +24,7 @@ def padding_changes_output(run: RunContext, facts: PaddedFacts) -> Results:
     elif facts.padding.is_real:
         found = facts.padding
         yield run.finding(
+            cause="the attention mask is 1 at the padding, too" if facts.pad == MASK_OF_ONES else "",
             severity="warning" if facts.pad else "info",
             evidence=[
                 ("change of the outputs, in standard deviations", found.amount, f"<= {found.limit:.2g}"),
