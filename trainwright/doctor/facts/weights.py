@@ -33,6 +33,9 @@ class WeightsFacts:
     at_0_since: int = 0  # The step since which the learning rates of all groups are 0; 0 if they are not
     rate_before_0: float = 0.0  # The highest learning rate in the step before ``at_0_since``
     highest_rate: float = 0.0  # The highest learning rate
+    updates_before: int = 0  # Updates that the state of an optimizer counted before the first step
+    frozen_at_random: str = ""  # Path of the last linear layer if it is frozen with the values of an initialisation
+    frozen_outputs: int = 0  # Number of its outputs
 
 
 def standing(run: RunContext, names: Sequence[str], step: int) -> list[str] | None:

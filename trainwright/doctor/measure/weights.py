@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainwright.checkpoint.checksums import start_checksums
 from trainwright.checkpoint.names import named_parameters
@@ -19,6 +19,9 @@ MAX_WRITES_OF_INITIALIZATION = 16
 """Writes to a weight before the first step. Creation, initialization and loading take fewer."""
 
 
+MIN_FRESH_WEIGHTS = 128  # Weights of a layer whose distribution is compared with that of an initialisation
+
+
 class MovingWeights(Probe):
     """Reads all weights at each examination in one pass over their memory. Counts updates in between."""
 
@@ -28,7 +31,7 @@ class MovingWeights(Probe):
     def __init__(self, watched: WatchedObjects) -> None:
         subject = watched.subject
         names = {id(p): name for name, p in named_parameters(subject.roots)}
-        self._optimizers = subject.optimizers
+        self._optimizers, self._roots = subject.optimizers, subject.roots
         self._parameters = [
             p for p in subject.parameters if p.is_floating_point() and p.layout is torch.strided and not p.is_meta
         ]
@@ -47,10 +50,18 @@ class MovingWeights(Probe):
         self._found.worked_on = tuple(name for name, p in zip(self._names, self._parameters) if was_trained(p))
         self._zeros = {n for n, p in enumerate(self._parameters) if p.dim() > 1 and not own_part(p.detach()).any()}
         self._in_optimizers()
+        layers = [(name, m) for root in self._roots for name, m in root.named_modules() if type(m) is nn.Linear]
+        frozen = [(name, m) for name, m in layers if not any(p.requires_grad for p in m.parameters())]
+        fresh = [name for name, m in frozen if _is_fresh(m.weight)]
+        if fresh and len(fresh) < len(frozen) and fresh[-1] == layers[-1][0]:  # not a network of random features
+            self._found.frozen_at_random, self._found.frozen_outputs = fresh[-1], layers[-1][1].out_features
 
     def on_closed(self, step: RecordedStep) -> None:
         found = self._found
         found.steps = step.step
+        if step.step == 1:
+            counts = [s.get("step", 0) for each in self._optimizers for s in each.state.values() if isinstance(s, dict)]
+            found.updates_before = max([int(n) for n in counts if isinstance(n, int | float | Tensor)], default=1) - 1
         rates = [_rate(group) for each in step.program if type(each) is OptimizerStep for group in each.groups]
         if not rates or "vetoed" in step.values:  # a scaler may have skipped the update
             return
@@ -112,6 +123,18 @@ class MovingWeights(Probe):
 def was_trained(parameter: Tensor) -> bool:
     """Returns True if it was written to more often than initialization explains."""
     return not parameter.is_inference() and parameter._version > MAX_WRITES_OF_INITIALIZATION
+
+
+def _is_fresh(weight: Tensor) -> bool:
+    """Returns True if the values are uniform within the bounds of ``nn.Linear``, or normal with a deviation of 0.02."""
+    flat = own_part(weight.detach()).flatten().double()
+    if len(flat) < MIN_FRESH_WEIGHTS or weight.is_meta or was_trained(weight):
+        return False
+    bound, deviation = weight.shape[1] ** -0.5, flat.std()
+    kurtosis, error = ((flat - flat.mean()) / deviation).pow(4).mean(), (24 / len(flat)) ** 0.5
+    is_uniform = (flat.abs().max() <= 1.0001 * bound) & ((deviation * 3**0.5 / bound - 1).abs() < error)
+    is_normal = ((deviation / 0.02 - 1).abs() < error) & ((kurtosis - 3).abs() < 4 * error)
+    return bool((is_uniform & (kurtosis < 2)) | is_normal)
 
 
 def _rate(group: Mapping[str, Any]) -> float:
