@@ -1,0 +1,34 @@
+from trainwright.doctor import Results, RunContext, Where, check
+from trainwright.doctor.facts.wiring import StatementsFacts
+
+
+@check(stage="loop", confidence=0.95, since_step=1)
+def result_discarded(run: RunContext, facts: StatementsFacts) -> Results:
+    """A statement has no effect: the result of a function is discarded, or a method is named and not called.
+
+    Why it matters: a mask is not applied, an augmentation does not happen, a mode does not change. Nothing fails.
+
+    How it is detected: in the source of the loop, the models, the data sets and their functions. A statement is a call
+    that has no effect but its result: a method of a tensor that has a twin with an underscore (`masked_fill` and
+    `masked_fill_`), a layer without state, or a function of the user that returns a value and changes nothing else. Or
+    it names `eval`, `train`, `step`, `zero_grad` or `backward` without parentheses.
+
+    Usual cause: `scores.masked_fill(mask, float("-inf"))` without an assignment, or `model.eval` for `model.eval()`.
+
+    Fix: assign the result, or use the function with an underscore:
+
+        scores = scores.masked_fill(mask, float("-inf"))
+        image = self.flip(image)
+
+    Sources: facebookresearch/ParlAI PR 3068, lucidrains/flamingo-pytorch#10, opendilab/DI-engine#333, xmed-lab/DHC#8.
+    """
+    for each in facts.idle:
+        is_call = each.kind == "discarded"
+        yield run.finding(
+            symptom=f"{each.call}{'(...)' if is_call else ''} in {each.function} has no effect",
+            cause=f"the result of {each.call} is discarded: it is not assigned, so the transformed value is not used"
+            if is_call
+            else f"{each.call} is named and not called: the parentheses are missing",
+            where=Where(source=f"{each.file}:{each.line}"),
+            evidence=[("statements without an effect", len(facts.idle), 0)],
+        )
