@@ -1,7 +1,9 @@
 from trainwright.doctor import Every, Results, RunContext, Where, check
-from trainwright.doctor.facts.loss import LossFacts, over_most_steps
+from trainwright.doctor.facts.loss import LossFacts, TermFacts, TermsFacts, over_most_steps
 
 MIN_STEPS = 3  # Minimum number of examined steps with the fault
+MIN_REPLAYS = 2
+MAX_ROUNDING = 1e-6  # Maximum ratio of a gradient that cancels, and so consists of rounding errors, to another one
 KIND_TEXTS = {
     "no_gradient": "has no gradient",
     "not_updated": "is detached from the weights that this update changes: its gradient reaches only others",
@@ -15,14 +17,15 @@ def term_without_gradient(run: RunContext, exams: Every[LossFacts]) -> Results:
     How it is detected: in at least 3 of the first steps, one of two faults occurs. The loop adds a scalar without a
     graph to a scalar with one, and computed it from outputs of the model, or as the distance of two tensors without a
     graph. Or the graph of a term reaches only weights that no update changes before the next backward pass, while the
-    graph of another term reaches weights that are updated.
+    graph of another term reaches weights that are updated. Or in replays of two of the first steps the gradient of a
+    term has the size of rounding errors, a millionth of that of another term: its parts cancel.
 
     Exceptions: a scalar that was detached itself, as in surrogate losses and baselines; a term of detached values, if a
     term with a gradient is multiplied by these values.
 
     Usual cause: the inputs of the term were detached or computed under `no_grad`: a generator's loss uses
     `fake.detach()`; a teacher is compared with itself; a gradient penalty calls `torch.autograd.grad` without
-    `create_graph=True`.
+    `create_graph=True`; factors of a balance loss broadcast, so that a softmax is summed over its own axis.
 
     Looks like: loss.term_dominates, where the term has a gradient and another is far larger.
 
@@ -39,3 +42,22 @@ def term_without_gradient(run: RunContext, exams: Every[LossFacts]) -> Results:
                 where=Where(op=sign.op, source=sign.line),
                 evidence=[("examined steps in which it trains nothing", sign.steps, 0)],
             )
+    seen = [facts.terms for _, facts in run.every(TermsFacts) if facts.shared]
+    for number, term in enumerate(seen[-1] if len(seen) >= MIN_REPLAYS else ()):
+        if all(len(terms) > number and _cancels(terms[number], terms) for terms in seen):
+            yield run.finding(
+                symptom=f"the gradient of a term of the loss, made by {term.name}, has the size of rounding errors",
+                cause="this term of the loss is constant, whatever the weights: shapes that broadcast, or a softmax "
+                "that is summed over its own axis",
+                where=Where(op=None if term.name == "output" else term.name),
+                evidence=[("its gradient / the largest one", term.shared / max(t.shared for t in seen[-1]), "> 1e-6")],
+            )
+
+
+def _cancels(term: TermFacts, terms: tuple[TermFacts, ...]) -> bool:
+    """Returns True if the gradient of a term without its weight is above 0 and consists of rounding errors."""
+    size, largest = (
+        (term.shared / abs(term.weight) if term.weight else 0.0),
+        max(t.shared / (abs(t.weight) or 1.0) for t in terms),
+    )
+    return 0 < size < MAX_ROUNDING * largest
