@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, Protocol, TypeAlias, TypeVar, Unpack
@@ -48,8 +47,8 @@ class RunContext:
 
     def for_check(self, check: Check) -> RunContext:
         """Returns a view for one check. It supplies the defaults of the check's findings."""
-        view = copy.copy(self)
-        view._check = check
+        view = object.__new__(RunContext)  # copy.copy takes ten times as long
+        view.__dict__ |= self.__dict__ | {"_check": check}
         return view
 
     @property

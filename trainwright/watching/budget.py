@@ -152,11 +152,16 @@ class ExaminationBudget:
         """Seconds that an examination may take now; negative if the budget is exceeded."""
         if self.is_lifted:
             return math.inf
-        return max(self._free_s / 2, _earned_s(self.trained_s) - self.spent_s)
+        return max(self._free_s / 2, _earned_s(self.trained_s) - self._spent_s)
+
+    @property
+    def _spent_s(self) -> float:
+        """Seconds of examinations so far, without those on evidence, which are additional."""
+        return self.spent_s - self.spent_on_evidence_s
 
     @property
     def _free_s(self) -> float:
-        return FREE_S - (self.spent_s - self.spent_on_evidence_s)
+        return FREE_S - self._spent_s
 
     @property
     def left_for_evidence_s(self) -> float:
@@ -170,7 +175,7 @@ class ExaminationBudget:
             return math.inf
         took_s = time.perf_counter() - self._begin_s
         share = min(1.0, (self.trained_s + self.spent_s) / took_s) if took_s > 0 else 1.0  # fraction of the processor
-        return min(share * END_S, max(self._free_s, END_FRACTION * self.trained_s - self.spent_s))
+        return min(share * END_S, max(self._free_s, END_FRACTION * self.trained_s - self._spent_s))
 
     @property
     def left_for_incident_s(self) -> float:

@@ -87,7 +87,7 @@ class ExperimentRunner:
         self._until_s = math.inf
         self.replayed_s = 0.0  # duration of the experiments and trials of this examination
         self._is_announced = False
-        self._step = 0  # the last examined step
+        self._step, self._is_last = 0, False  # the last examined step; True in the examination at the end
         self._left_out: dict[str, None] = {}  # pending experiments: requested, stopped, or due after a change
         self._standing: dict[str, None] = {}  # experiments requested without a specific step
         self._trials: set[str] = set()  # remedies that there was no time to try
@@ -136,7 +136,7 @@ class ExperimentRunner:
             facts = self._run([e.name for e in self._experiments.values() if e.when == "incident"], step)
             self._budget.has_replayed_incident |= any("blind" not in each for each in facts.values())
             return facts
-        until_s, self._step = self._until_s, step
+        until_s, self._step, self._is_last = self._until_s, step, why == "end"
         if until_s != math.inf:
             self._until_s -= max(0.0, min(FOR_REQUESTS * self._left_s, self._left_s - self.wanted_s()))
         try:
@@ -228,12 +228,17 @@ class ExperimentRunner:
         return facts | self._run(self._due(repeats=False), step)
 
     def _run(self, names: Iterable[str], step: int) -> Facts:
-        """Runs experiments until there is no time for the next one. Returns their facts by name."""
+        """Runs experiments until there is no time for the next one; at the end, all that there is time for.
+
+        Returns their facts by name.
+        """
         facts: Facts = {}
         for name in names:
             if step == 0 or (name, step) in self._done or name not in self._experiments:
                 continue
             if not self._is_time_for(self._predicted_s(name)):
+                if self._is_last:
+                    continue
                 break
             self._done.add((name, step))
             self._left_out.pop(name, None)

@@ -155,7 +155,7 @@ def drop_rate(name: str, args: Args, kwargs: Kwargs) -> float:
     return 0.5 if is_mask else 0.0  # other rates are computed: the function samples a code
 
 
-@replay(DropsFacts, when="first", steps=0.8)
+@replay(DropsFacts, when="first", steps=0.5, value=2.0)
 def in_eval_mode(session: ReplaySession) -> DropsFacts:
     """Returns functions inside the models that drop values although every module is in eval mode."""
     modules = ModuleStack(session.modules)

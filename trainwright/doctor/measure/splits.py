@@ -86,12 +86,16 @@ class Splits(Probe):
         if trained.shape != evaluated.shape or bool(trained[:, -1].any()):
             return SplitsFacts()
         rows, gapless, gaps = int(evaluated[0].sum()), 0, 0.0
-        for seen, known in zip(evaluated > 0, trained.double()):
-            codes = seen.nonzero().flatten()
-            if rows >= MIN_ROWS and len(codes) >= MIN_DISTINCT and int(codes[-1]) < int(known.nonzero().max()):
-                within = known[codes[0] : codes[-1] + 1] / known.sum()
-                if len(codes) == len(within):
-                    gapless, gaps = gapless + 1, gaps + float((1 - within).pow(rows).sum())
+        seen, number = evaluated > 0, (evaluated > 0).sum(1)
+        first, last, highest = (
+            seen.long().argmax(1),
+            *(MAX_CODES - 1 - x.flip(1).long().argmax(1) for x in (seen, trained > 0)),
+        )
+        is_gapless = (number >= MIN_DISTINCT) & (last < highest) & (number == last - first + 1)
+        for n in is_gapless.nonzero().flatten().tolist() if rows >= MIN_ROWS else ():
+            known = trained[n].double()
+            within = known[first[n] : last[n] + 1] / known.sum()
+            gapless, gaps = gapless + 1, gaps + float((1 - within).pow(rows).sum())
         return SplitsFacts(rows=rows, columns=len(evaluated), gapless=gapless, gaps=gaps)
 
 

@@ -191,7 +191,7 @@ class _Wiring(StepInspector):
         return cuts
 
 
-@replay(WiringFacts, when="first", steps=1.3, value=2.0)
+@replay(WiringFacts, when="first", steps=1.3, value=3.0)
 def structure(session: ReplaySession) -> WiringFacts:
     """Returns counts of parameters, cuts of the graph, unregistered tensors, and linear layers in a row."""
     wiring = _Wiring(session)
