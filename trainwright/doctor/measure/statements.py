@@ -6,7 +6,7 @@ import ast
 import inspect
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, TypeAlias
@@ -20,29 +20,14 @@ from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import RecordedStep
 
 _OF_CONTAINERS = {*dir(set), *dir(list), *dir(dict), *dir(str), *dir(bytearray)}
-_AMBIGUOUS = {"log", "put", "rename", "apply", "resize", "set", "sub", "map", "bernoulli", "detach", "requires_grad"}
+_AMBIGUOUS = {"log", "put", "scatter", "rename", "apply", "resize", "set", "sub", "map", "bernoulli", "detach"}
 """Methods of tensors that methods of other objects with an effect are named after."""
 PURE = {n for n in dir(Tensor) if f"{n}_" in dir(Tensor) and not n.startswith("_")} - _OF_CONTAINERS - _AMBIGUOUS
 """Methods of tensors that return a new tensor: another method, with an underscore, changes the tensor itself."""
-_OF_ARRAYS = {"flip", "fliplr", "flipud", "rot90", "roll", "pad", "concatenate", "stack", "where", "copy", "astype"}
-_OF_ARRAYS |= {"ascontiguousarray", "reshape", "mean", "std", "min", "max", "size", "clone", "permute", "array"}
-_RANDOM = {"random", "uniform", "randint", "rand", "randn", "normal", "choice", "beta", "integers", "randrange", "item"}
-_BUILTIN = {
-    "len",
-    "int",
-    "float",
-    "range",
-    "abs",
-    "round",
-    "tuple",
-    "list",
-    "isinstance",
-    "bool",
-    "sum",
-    "zip",
-    "slice",
-}
-_WITHOUT_EFFECT = PURE | _OF_ARRAYS | _RANDOM | _BUILTIN
+_WITHOUT_EFFECT = PURE | {"flip", "fliplr", "flipud", "rot90", "roll", "pad", "concatenate", "stack", "where", "copy"}
+_WITHOUT_EFFECT |= {"astype", "ascontiguousarray", "reshape", "mean", "std", "min", "max", "size", "clone", "permute"}
+_WITHOUT_EFFECT |= {"array", "random", "uniform", "randint", "rand", "randn", "normal", "choice", "beta", "integers"}
+_WITHOUT_EFFECT |= {"randrange", "item", "len", "int", "float", "range", "abs", "round", "tuple", "isinstance", "sum"}
 """Functions that change none of their arguments."""
 _NOT_CALLED = {"eval", "train", "step", "zero_grad", "backward"}  # methods of torch that a loop calls for their effect
 MAX_FUNCTIONS = 256
@@ -76,7 +61,7 @@ class Statements(Probe):
         if sys.gettrace() is self._tracer:
             sys.settrace(None)
 
-    def _trace(self, frame: FrameType, event: str, value: object) -> Callable[..., object] | None:
+    def _trace(self, frame: FrameType, event: str, value: object) -> Any:
         """Traces the functions with a statement in a condition, which may never be true."""
         if event == "line":
             self._was_run.add((frame.f_code, frame.f_lineno))
@@ -95,10 +80,7 @@ class Statements(Probe):
         for frame in self._watched.frames():
             yield frame.f_code, {**frame.f_globals, **frame.f_locals}
         for each in objects:
-            methods = (
-                [each] if isinstance(each, FunctionType) else [f for c in type(each).__mro__ for f in vars(c).values()]
-            )
-            for function in methods:
+            for function in (each, *(f for c in type(each).__mro__ for f in vars(c).values())):
                 if isinstance(function, FunctionType) and function.__code__ not in seen and len(seen) < MAX_FUNCTIONS:
                     seen.add(function.__code__)
                     yield function, {**function.__globals__, "self": each}
@@ -137,8 +119,9 @@ def _idle(function: FunctionType | CodeType, names: Names) -> dict[IdleStatement
         value, kind = node.value, ""
         if isinstance(value, ast.Call) and _is_pure(value, names):
             kind = "discarded"
-        elif isinstance(value, ast.Attribute) and value.attr in _NOT_CALLED and _is_torch(value, names):
-            kind = "not called"
+        elif isinstance(value, ast.Attribute) and value.attr in _NOT_CALLED:
+            owner = _value(value.value, names)
+            kind = "not called" if isinstance(owner, nn.Module | torch.optim.Optimizer | Tensor) else ""
         if kind:
             called = ast.unparse(value.func if isinstance(value, ast.Call) else value)
             place = Path(code.co_filename).name, first + node.lineno
@@ -153,19 +136,12 @@ def _value(node: ast.AST, names: Names) -> object:
     """Returns the object that an expression names; None if it is not known before the call."""
     if isinstance(node, ast.Name):
         return names.get(node.id)
-    owner = _value(node.value, names) if isinstance(node, ast.Attribute) else None
-    return inspect.getattr_static(owner, node.attr, None) or _part(owner, node.attr) if owner is not None else None
-
-
-def _part(owner: object, name: str) -> object:
-    return owner._modules.get(name) if isinstance(owner, nn.Module) else None
-
-
-def _is_torch(node: ast.Attribute, names: Names) -> bool:
-    return isinstance(_value(node.value, names), nn.Module | torch.optim.Optimizer) or node.attr in (
-        "zero_grad",
-        "backward",
-    )
+    if not isinstance(node, ast.Attribute):
+        return None
+    owner = _value(node.value, names)
+    if isinstance(owner, nn.Module) and node.attr in owner._modules:
+        return owner._modules[node.attr]
+    return None if owner is None else inspect.getattr_static(owner, node.attr, None)
 
 
 def _is_pure(call: ast.Call, names: Names, depth: int = 3) -> bool:
@@ -174,18 +150,13 @@ def _is_pure(call: ast.Call, names: Names, depth: int = 3) -> bool:
         return False
     target = _value(call.func, names)
     if isinstance(target, nn.Module):  # a layer without state, such as a dropout
-        return type(target).__module__.startswith("torch.nn.modules") and not isinstance(
-            target, _NormBase | nn.Sequential
-        )
+        has_state = isinstance(target, _NormBase | nn.Sequential)
+        return type(target).__module__.startswith("torch.nn.modules") and not has_state
     if isinstance(target, FunctionType):
         return bool(depth) and _returns_only(target, {**target.__globals__, "self": names.get("self")}, depth)
-    if not isinstance(call.func, ast.Attribute):
-        return False
-    owner = _value(call.func.value, names)
-    is_library = owner is None or (
-        isinstance(owner, ModuleType) and owner.__name__.partition(".")[0] in ("torch", "numpy")
-    )
-    return call.func.attr in PURE and is_library
+    owner = _value(call.func.value, names) if isinstance(call.func, ast.Attribute) else ""
+    is_library = isinstance(owner, ModuleType) and owner.__name__.partition(".")[0] in ("torch", "numpy")
+    return _last_name(call) in PURE and (is_library or owner is None)
 
 
 def _returns_only(function: FunctionType, names: Names, depth: int) -> bool:
@@ -193,22 +164,22 @@ def _returns_only(function: FunctionType, names: Names, depth: int) -> bool:
     if (tree := _tree(function)) is None:
         return False
     nodes = list(ast.walk(tree))
-    if not any(isinstance(each, ast.Return) and each.value is not None for each in nodes):
-        return False
-    stores = (each for each in nodes if isinstance(getattr(each, "ctx", None), ast.Store | ast.Del))
-    if not all(isinstance(each, ast.Name | ast.Tuple) for each in stores):
-        return False
-    if any(isinstance(each, _EFFECTS) or (isinstance(each, ast.Expr) and _is_effect(each)) for each in nodes):
-        return False
-    calls = (each for each in nodes if isinstance(each, ast.Call))
-    return all(_last_name(each) in _WITHOUT_EFFECT or _is_pure(each, names, depth - 1) for each in calls)
+    stores = [each for each in nodes if isinstance(getattr(each, "ctx", None), ast.Store | ast.Del)]
+    statements = [each.value for each in nodes if isinstance(each, ast.Expr)]
+    return (
+        any(isinstance(each, ast.Return) and each.value is not None for each in nodes)
+        and all(isinstance(each, ast.Name | ast.Tuple) for each in stores)
+        and all(isinstance(each, ast.Constant) for each in statements)  # docstrings
+        and not any(isinstance(each, _EFFECTS) for each in nodes)
+        and all(
+            _last_name(each) in _WITHOUT_EFFECT or _is_pure(each, names, depth - 1)
+            for each in nodes
+            if isinstance(each, ast.Call)
+        )
+    )
 
 
 _EFFECTS = (ast.AugAssign, ast.Global, ast.Nonlocal, ast.Yield, ast.YieldFrom, ast.Await, ast.With, ast.Raise)
-
-
-def _is_effect(statement: ast.Expr) -> bool:
-    return not isinstance(statement.value, ast.Constant)  # a docstring
 
 
 def _last_name(call: ast.Call) -> str:

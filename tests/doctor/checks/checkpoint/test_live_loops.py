@@ -142,6 +142,20 @@ def test_loaded_weights_that_are_initialised_again(again: bool) -> None:
     assert codes(loop, load, steps=4) == ({"loaded_weights_overwritten": "critical"} if again else {})
 
 
+@pytest.mark.parametrize("initialised", [True, False])
+def test_an_optimizer_that_continues_with_untrained_weights(initialised: bool) -> None:
+    """The weights are lost before the second watch begins, so no load is seen."""
+    loop = fresh()
+    go_on(loop, 80)
+    if initialised:
+        torch.manual_seed(7)
+        for layer in loop[0].children():
+            if isinstance(layer, nn.Linear):
+                nn.init.normal_(layer.weight)
+    found = codes(loop, lambda: None, steps=8)
+    assert ("loaded_weights_overwritten" in found) == initialised
+
+
 @pytest.mark.parametrize("restored", [True, False])
 def test_an_average_after_a_resume(restored: bool) -> None:
     loop = fresh()

@@ -24,7 +24,25 @@ FAULTY: list[Loss] = [
     lambda model, at: F.cross_entropy(model(X[at]), Y[at]) + 10 * penalty(model, at, create_graph=False),
     lambda model, at: F.cross_entropy(model(X[at]), Y[at]) + 0.1 * model(X[at]).detach().square().mean(),
 ]
+TEACHER = nn.Linear(X.shape[1], 3).requires_grad_(False)
+
+
+def distance(student: Tensor, teacher: Tensor) -> Tensor:
+    return F.kl_div(student.log_softmax(1), teacher.log_softmax(1), log_target=True, reduction="batchmean")
+
+
+FAULTY += [
+    lambda model, at: F.cross_entropy(model(X[at]), Y[at]) + 4 * distance(TEACHER(X[at]), TEACHER(X[at])),
+    lambda model, at: 0.3 * F.cross_entropy(model(X[at]), Y[at]) + F.mse_loss(TEACHER(X[at]), X[at, :3]),
+    # its factors broadcast: the probabilities are summed over their own axis
+    lambda model, at: (
+        F.cross_entropy(z := model(X[at]), Y[at])
+        + 0.5 * (z.detach().softmax(1).mean(0)[:, None] * z.softmax(1).mean(0)[None]).sum()
+    ),
+]
 HEALTHY: list[Loss] = [
+    lambda model, at: F.cross_entropy(model(X[at]), Y[at]) + 4 * distance(model(X[at]), TEACHER(X[at])),
+    lambda model, at: F.cross_entropy(z := model(X[at]), Y[at]) + 0.5 * z.softmax(1).mean(0).square().sum(),
     lambda model, at: F.cross_entropy(model(X[at]), Y[at]) + 10 * penalty(model, at, create_graph=True),
     lambda model, at: (loss := F.cross_entropy(model(X[at]), Y[at])) - loss.detach() + 1,
     lambda model, at: F.cross_entropy(model(X[at]), Y[at]) + X[at].mean(),

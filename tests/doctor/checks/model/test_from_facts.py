@@ -164,8 +164,20 @@ def followed(share: float, *, growth: float = 0.0, gap: float = 0.01, is_resumed
 
 @pytest.mark.parametrize(
     ("facts", "found"),
-    [(followed(0.01), False), (followed(0.99), True), (followed(-0.1), True), (followed(0.01, growth=-0.05), True)],
-    ids=["an average", "factors swapped", "outside of 0 and 1", "factors that do not add up"],
+    [
+        (followed(0.01), False),
+        (followed(0.4), True),
+        (followed(0.99), True),
+        (followed(-0.1), True),
+        (followed(0.01, growth=-0.05), True),
+    ],
+    ids=[
+        "an average",
+        "an average of two steps",
+        "factors swapped",
+        "outside of 0 and 1",
+        "factors that do not add up",
+    ],
 )
 def test_averages_that_do_not_follow(facts: AveragesFacts, found: bool) -> None:
     assert fires("optim.average_does_not_follow", (15, facts)) == found

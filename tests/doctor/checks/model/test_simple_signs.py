@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import trainwright as tw
@@ -314,3 +315,41 @@ def test_rows_of_positions_that_only_padding_has() -> None:
             nn.functional.cross_entropy(logits[:, :16].flatten(0, 1), torch.randint(CLASSES, (64,))).backward()
             optimizer.step()
     assert "optim.frozen_rows_decay" not in [each.code for each in watch.findings()]
+
+
+class Encoder(nn.Module):
+    """Attention over tokens with a mask that the loop makes; 0 pads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(9, 16), nn.Linear(16, CLASSES)
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        h = self.embedding(ids)
+        seen, _ = self.attention(h[:, :1], h, h, key_padding_mask=mask == 0)
+        made: Tensor = self.head(seen[:, 0])
+        return made
+
+
+@pytest.mark.parametrize("of_ones", [True, False])
+def test_an_attention_mask_of_ones(of_ones: bool) -> None:
+    def loss(model: nn.Module, ids: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(model(ids, torch.ones_like(ids) if of_ones else (ids != 0).long()), y)
+
+    watch = watched(Encoder(), loss=loss, inputs=padded)
+    found = [each for each in watch.findings() if each.code == "model.padding_changes_output"]
+    assert [each.severity for each in found] == (["warning"] if of_ones else [])
+    assert all("attention mask is 1" in (each.cause or "") for each in found)
+
+
+@pytest.mark.parametrize("how", ["frozen", "trained", "random features"])
+def test_a_new_head_that_is_frozen(how: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, CLASSES))
+    if how != "random features":
+        for layer in (model[0], model[2]):
+            layer.weight.data *= 1.5  # pretrained weights are not within the bounds of an initialisation
+    for p in (*model[2].parameters(), *(model[4].parameters() if how != "trained" else ())):
+        p.requires_grad_(False)
+    assert ("model.new_head_frozen" in alarms(watched(model))) == (how == "frozen")

@@ -190,6 +190,8 @@ def test_calls_of_a_scaler(facts: ScalerFacts, found: bool) -> None:
         ("lost_updates", MixedPrecisionFacts(still=0.95, updates=8), True),
         ("lost_updates", MixedPrecisionFacts(still=0.95, updates=8, kept_elsewhere=True), False),
         ("lost_updates", MixedPrecisionFacts(still=0.1, updates=8), False),
+        ("lost_updates", MixedPrecisionFacts(still=0.1, updates=16, never_moved=("norm.weight",)), True),
+        ("lost_updates", MixedPrecisionFacts(still=0.1, updates=8, never_moved=("norm.weight",)), False),
         ("lost_accumulation", MixedPrecisionFacts(micro_batches=64, sum_error=0.01, sum_rounding=0.0017), True),
         ("lost_accumulation", MixedPrecisionFacts(micro_batches=4, sum_error=0.003, sum_rounding=0.0017), False),
         ("autocast_stale_cache", MixedPrecisionFacts(stale_since=2), True),

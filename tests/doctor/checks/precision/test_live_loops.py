@@ -117,3 +117,19 @@ def test_bfloat16_weights_that_stand_still() -> None:
             loss(model, x, y).backward()
             optimizer.step()
     assert "precision.lost_updates" in [each.code for each in watch.findings()]
+
+
+@pytest.mark.parametrize(("dtype", "found"), [(torch.bfloat16, ["3"]), (torch.float32, [])])
+def test_a_scale_that_no_update_moves(dtype: torch.dtype, found: list[str]) -> None:
+    """At 1.0 the spacing of bfloat16 is 0.0078. Matrices of small weights move."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 64), nn.LayerNorm(64, bias=False))
+    model = nn.Sequential(*model, nn.Linear(64, 10)).to(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, weight_decay=0.0)
+    with tw.watch(model, optimizer, out=None, quiet=True) as watch:
+        for _ in range(24):
+            optimizer.zero_grad()
+            F.cross_entropy(model(torch.randn(32, 20, dtype=dtype)).float(), torch.randint(10, (32,))).backward()
+            optimizer.step()
+    lost = [each.where.module for each in watch.findings() if each.code == "precision.lost_updates"]
+    assert lost == found
