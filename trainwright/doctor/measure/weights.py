@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -52,7 +53,8 @@ class MovingWeights(Probe):
         self._in_optimizers()
         layers = [(name, m) for root in self._roots for name, m in root.named_modules() if type(m) is nn.Linear]
         frozen = [(name, m) for name, m in layers if not any(p.requires_grad for p in m.parameters())]
-        fresh = [name for name, m in frozen if _is_fresh(m.weight)]
+        held = Counter(id(p) for root in self._roots for m in root.modules() for p in m._parameters.values())
+        fresh = [name for name, m in frozen if held[id(m.weight)] == 1 and _is_fresh(m.weight)]
         if fresh and len(fresh) < len(frozen) and fresh[-1] == layers[-1][0]:  # not a network of random features
             self._found.frozen_at_random, self._found.frozen_outputs = fresh[-1], layers[-1][1].out_features
 

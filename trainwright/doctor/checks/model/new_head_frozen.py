@@ -13,6 +13,8 @@ def new_head_frozen(run: RunContext, weights: WeightsFacts, exams: Every[LossFac
     How it is detected: the last linear layer is not trainable, and its weights have the distribution of an
     initialisation, unlike those of other frozen layers. The loss has as many classes as the layer has outputs.
 
+    Exceptions: a weight that is shared with an embedding.
+
     Usual cause: `get_peft_model` freezes everything but the adapters, and `modules_to_save` does not name the new head;
     or everything is frozen after the head was added.
 
