@@ -109,7 +109,7 @@ def test_a_method_that_is_not_called_in_a_condition_that_is_not_traced() -> None
         for x, y in data:
             model.train()
             step(model, optimizer, x, y)
-            if watch is None:
+            if len(x) > 8:
                 model.eval  # noqa: B018
     assert alarms(watch) == []
 

@@ -349,7 +349,8 @@ def test_a_new_head_that_is_frozen(how: str) -> None:
     model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, CLASSES))
     if how != "random features":
         for layer in (model[0], model[2]):
-            layer.weight.data *= 1.5  # pretrained weights are not within the bounds of an initialisation
+            assert isinstance(layer, nn.Linear)
+            nn.init.normal_(layer.weight, std=0.2)  # pretrained weights are not within the bounds of an initialisation
     for p in (*model[2].parameters(), *(model[4].parameters() if how != "trained" else ())):
         p.requires_grad_(False)
     assert ("model.new_head_frozen" in alarms(watched(model))) == (how == "frozen")
