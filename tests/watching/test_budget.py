@@ -114,6 +114,8 @@ def test_what_follows_evidence_has_seconds_of_its_own(clock: Clock) -> None:
     spend(budget, clock, 0.5)
     budget.spent_on_evidence_s += 0.5
     assert budget.left_for_evidence_s == EVIDENCE_S - 0.5 and budget.left_s == pytest.approx(FREE_S / 2)
+    trained(budget, clock, *[1.0] * 50)
+    assert budget.left_s == pytest.approx(1.5, rel=1e-3), "evidence is in addition"
 
 
 def test_the_first_step_that_is_not_finite_may_take_longer(clock: Clock) -> None:
