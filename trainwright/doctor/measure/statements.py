@@ -52,7 +52,7 @@ class Statements(Probe):
         if self._steps == 1:
             for function, names in self._functions():
                 self._found |= _idle(function, names)
-            if any(self._found.values()) and sys.gettrace() is None:
+            if any(self._found.values()) and sys.gettrace() is None:  # no debugger and no coverage
                 sys.settrace(self._tracer)
         elif self._steps == STEPS_TRACED:
             self.end(None)
