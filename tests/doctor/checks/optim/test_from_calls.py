@@ -164,6 +164,12 @@ def test_lr_too_high_needs_a_smaller_rate_that_helps() -> None:
     assert fires(code, (1, worse), (1, BatchStepsFacts(rising, 0.1)), made=steps(*HEALTHY)) != []
     assert fires(code, (1, worse), (1, BatchStepsFacts(rising, None)), made=steps(*HEALTHY)) == []
     assert fires(code, (1, UPDATE), (1, BatchStepsFacts(rising, 0.1)), made=steps(*HEALTHY)) == []
+    one_batch = BatchStepsFacts((2.0, 9.0, 4.0, 0.0, 0.0), 0.1)  # is fitted by large updates, and the run is not
+    huge, flat = replace(worse, ratio=8.0), steps(*HEALTHY, count=24)
+    assert fires(code, (1, huge), (1, one_batch), made=flat) != []
+    assert fires(code, (1, worse), (1, one_batch), made=flat) == []
+    falling = steps(*HEALTHY, losses=tuple(2.0 - 0.05 * n for n in range(24)))
+    assert fires(code, (1, huge), (1, one_batch), made=falling) == []
 
 
 def test_lr_too_low_needs_a_loss_that_stands_and_no_warm_up() -> None:
@@ -183,6 +189,7 @@ def test_weight_decay_too_high() -> None:
     assert fires(code, (24, strong), made=made) == ["warning"]
     assert fires(code, (24, replace(UPDATE, weight_decay=(1.0,))), made=made) == ["warning"]
     assert fires(code, (24, replace(strong, weight_decay=(0.1,))), made=made) == []
+    assert fires(code, (24, replace(strong, weight_decay=(0.01,), lr=(10.0,))), made=made) == [], "the rate is too high"
     falling = steps(*HEALTHY, losses=tuple(2.0 - 0.05 * n for n in range(24)))
     assert fires(code, (24, strong), made=falling) == []
 

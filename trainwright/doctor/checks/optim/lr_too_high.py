@@ -11,7 +11,8 @@ def lr_too_high(run: RunContext, exams: Every[UpdateFacts]) -> Results:
     """The learning rate is too high: an update raises the loss of its own batch.
 
     How it is detected: a replay of the update raises the loss of its batch by more than half. So do eight such updates
-    on that batch. With a tenth (or a hundredth, or a thousandth) of the learning rate, these eight lower the loss.
+    on that batch; or the update is larger than the weights, and the loss of the run has not fallen in 24 steps. With a
+    tenth (or a hundredth, or a thousandth) of the learning rate, eight updates lower the loss.
 
     Exceptions: several optimizers (a game), and runs that have recovered.
 
@@ -38,7 +39,9 @@ def lr_too_high(run: RunContext, exams: Every[UpdateFacts]) -> Results:
     trained = dict(run.every(BatchStepsFacts))
     for step, facts in worse if not _has_recovered(run) else ():
         on_batch = trained.get(step)
-        if on_batch is None or on_batch.falls_at is None or not _mean(on_batch.losses[-2:]) > facts.loss:
+        if on_batch is None or on_batch.falls_at is None:
+            continue
+        if not _mean(on_batch.losses[-2:]) > facts.loss and not (facts.ratio > 1 and _has_not_fallen(run)):
             continue
         limit = 2 * abs(run.steps[0].loss) if run.steps else math.inf
         is_lost = not facts.after < limit or any(not each.loss < limit for each in run.steps)
@@ -66,6 +69,11 @@ def _has_recovered(run: RunContext) -> bool:
     first, now = losses[0], _mean(losses[-4:])
     low = min(_mean(losses[i : i + 4]) for i in range(len(losses) - 3))
     return now < first - 0.2 * abs(first) and now - low < 0.3 * (first - low)
+
+
+def _has_not_fallen(run: RunContext) -> bool:
+    losses = [each.loss for each in run.steps]
+    return len(losses) >= 24 and not _mean(losses[-4:]) < losses[0] - 0.25 * abs(losses[0])
 
 
 def _mean(losses: list[float] | tuple[float, ...]) -> float:

@@ -4,6 +4,8 @@ from trainwright.doctor.facts.weights import UpdateFacts
 MIN_STEPS = 24
 MIN_DECAY_PER_STEP = 5e-3
 """Fraction by which a decoupled decay shrinks every weight per step. 0.005 halves them in 140 steps."""
+USUAL_DECAY = 0.1
+"""Decoupled decay up to which a large lr * weight_decay comes from the learning rate, see optim.lr_too_high."""
 MIN_GRADIENT_RATIO = 0.5  # Norm of a coupled decay / norm of the gradient
 
 
@@ -13,21 +15,23 @@ def weight_decay_too_high(run: RunContext, facts: UpdateFacts, exams: Every[Upda
 
     Why it matters: the model forgets what it learns and predicts the average label.
 
-    How it is detected: the loss has fallen by less than a quarter in 24 steps or more. AdamW takes more than 0.5 % (lr
-    times weight_decay) off all weights in each step, or the decay of SGD or Adam is more than half of the gradient.
+    How it is detected: the loss has fallen by less than a quarter in 24 steps or more. AdamW, with a weight_decay above
+    0.1, takes more than 0.5 % (lr times weight_decay) off all weights in each step; or the decay of SGD or Adam is more
+    than half of the gradient.
 
     Usual cause: a value for SGD used with AdamW, or the other way round; one digit too many.
 
-    Looks like: a strong decay under which the loss falls (grokking), which is healthy.
+    Looks like: optim.lr_too_high, where the decay is usual and the learning rate is not; a strong decay under which the
+    loss falls (grokking), which is healthy.
 
     Fix: AdamW: 0.01 to 0.1; SGD: 1e-4 to 5e-4. None for biases, normalizations and embeddings.
 
     Sources: Loshchilov and Hutter 2019.
     """
     losses = [each.loss for each in run.steps]
-    if facts.optimizers != 1 or len(losses) < MIN_STEPS:
-        return
     decay, rate = max(facts.weight_decay, default=0.0), max(facts.lr, default=0.0)
+    if facts.optimizers != 1 or len(losses) < MIN_STEPS or (facts.decoupled and decay <= USUAL_DECAY):
+        return
     ratio = decay * rate if facts.decoupled else decay * facts.weight_norm / max(facts.grad_norm, 1e-30)
     now, first = sum(losses[-4:]) / 4, losses[0]
     if ratio <= (MIN_DECAY_PER_STEP if facts.decoupled else MIN_GRADIENT_RATIO) or not now > first - 0.25 * abs(first):
