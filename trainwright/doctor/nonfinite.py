@@ -68,21 +68,31 @@ def finding_of(run: RunContext, traced: Traced, mechanism: Mechanism) -> Finding
     ids = ids if len(ids) <= MAX_IDS else list(first.ids)
     harmless = is_harmless(run, step, trace)
     symptom = f"step {step} is not finite"
-    if harmless:
-        symptom = f"the loss of step {step} is not finite, its gradients are: only the reported loss is affected"
     alone = "one sample" if len(first.rows or ()) == 1 else f"each of {len(first.rows or ())} samples"
     was_diverging = first.kind == "op" and _was_diverging(run, step)
+    cause = cause_of(first, mechanism) + (f"; {alone} of the batch causes it alone" if first.rows else "")
+    remedy, trial = mechanism.fix, trial_of(trace, first, mechanism)
+    if grew := was_diverging and first.what == "overflow":  # the weights have grown
+        trial, lr = None, max(each.lr for each in run.steps)
+        cause = (
+            f"the loss rose far above its lowest value in the steps before, at a learning rate of {lr:g}; then {cause}"
+        )
+        remedy = (
+            f"a learning rate of {lr / 10:g} or less, or gradient clipping; if the loss rises then too, clamp the input"
+        )
+    elif harmless:
+        symptom = f"the loss of step {step} is not finite, its gradients are: only the reported loss is affected"
     return run.finding(
         step,
         symptom=symptom + (f" (so were {len(same) - 1} later ones)" if len(same) > 1 else ""),
-        cause=cause_of(first, mechanism) + (f"; {alone} of the batch causes it alone" if first.rows else ""),
-        remedy=mechanism.fix,
-        severity="warning" if harmless else None,
+        cause=cause,
+        remedy=remedy,
+        severity="warning" if harmless and not grew else None,
         sure=0.7 if first.kind == "constant" or was_diverging else None,
         stage=_stage(first),
         where=where_of(trace, first, ids),
         evidence=_evidence(first),
-        trial=trial_of(trace, first, mechanism),
+        trial=trial,
     )
 
 

@@ -127,6 +127,9 @@ def test_after_divergence_the_op_is_only_where_it_ended() -> None:
     before = tuple(Watched(time_s=0.0, step=n, loss=10.0**n, grad_norm=1.0, lr=0.1) for n in range(1, 5))
     diverged = [each for each in told((5, BROKEN), steps=before) if each.code == "precision.log_of_zero"]
     assert diverged[0].sure < 0.8 < told((5, BROKEN))[0].sure
+    overflow = next(each for each in told((5, traced(what="overflow")), steps=before) if "overflow" in each.code)
+    assert "learning rate" in str(overflow.cause) and "learning rate" in overflow.remedy
+    assert "learning rate of" not in str(told((5, traced(what="overflow")))[0].cause)
 
 
 @pytest.mark.parametrize(("before", "after", "expected"), [(1, 6, True), (6, 6, False), (0, 0, False)])
