@@ -376,6 +376,14 @@ def test_early_stopping_waits_while_the_accuracy_rises() -> None:
     assert max(seen[:2]) < max(seen) and result.step == seen.index(max(seen)) + 3
 
 
+@pytest.mark.parametrize(("best", "steps"), [("val_loss", 0), ("f1_loss", 1)], ids=["known", "after an evaluation"])
+def test_an_unknown_best_metric_is_an_error(best: str, steps: int) -> None:
+    settings = {"checkpoint.best": best}
+    with pytest.raises(UsageError, match=f"checkpoint.best: the validation has no metric '{best}'"):
+        tw.fit(net(), data(), nn.CrossEntropyLoss(), val=data(), steps=1, settings=settings, **PLAIN)
+    assert len([*Path("runs").rglob("step-*")]) == steps
+
+
 def test_what_early_stopping_cannot_go_by() -> None:
     with pytest.raises(UsageError, match=r"no metric 'f1'"):
         overfitted(observers=[tw.EarlyStopping(metric="f1")])

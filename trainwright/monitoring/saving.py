@@ -26,7 +26,7 @@ from trainwright.distributed.memory import free_bytes
 from trainwright.distributed.threads import single_threaded, small_stacks
 from trainwright.engine.evaluate import EvaluationResult
 from trainwright.engine.loop import Saver
-from trainwright.errors import CheckpointError, DiskFullError, RankError, TrainwrightError, suggest, text_of
+from trainwright.errors import CheckpointError, DiskFullError, RankError, TrainwrightError, UsageError, text_of
 from trainwright.monitoring.cadence import Every
 from trainwright.runs.storage import storage_error
 
@@ -183,7 +183,7 @@ class Saving:
         self._writing: tuple[int, float, Future[_Done]] | None = None  # step, seconds that training waited
         self._saved, self._saved_s = (-1, False), clock()
         self._best = BestSoFar(
-            folder, policy.best, is_largest=policy.best_is_largest, batches=policy.best_batches, warn=warn, run=run
+            folder, policy.best, is_largest=policy.best_is_largest, batches=policy.best_batches, run=run
         )
         self.last: Path | None = None
         self.last_s: float | None = None
@@ -377,28 +377,28 @@ class BestSoFar:
         *,
         is_largest: bool,
         batches: int = 0,
-        warn: Callable[[str], None],
         run: str = "",
     ) -> None:
         self._folder = folder
         self._metric = metric
         self._batches = batches
-        self._warn = warn
         self._run = run
         self._sign = -1.0 if is_largest else 1.0
         self._pointed_to = repair_best(folder, run)
         self._hoped_for: Best | None = None
 
     def evaluated(self, step: int, seen: EvaluationResult) -> Best | None:
-        """Return the result after ``step`` if it is the best so far, so that a checkpoint should be saved."""
+        """Return the result after ``step`` if it is the best so far, so that a checkpoint should be saved.
+
+        Raises UsageError if there is no such metric.
+        """
         if self._metric is None or seen.batches != self._batches:
             return None
-        values = seen.figures
-        if self._metric not in values:
-            remedy = suggest(self._metric, values)
-            self._warn(f"checkpoint.best: the validation has no metric {self._metric!r}: {remedy}")
-            return None
-        found = Best(step, self._metric, float(values[self._metric]), seen.batches)
+        try:
+            value = seen.figure(self._metric)
+        except UsageError as error:
+            raise UsageError(f"checkpoint.best: {error.message}", remedy=error.remedy) from None
+        found = Best(step, self._metric, value, seen.batches)
         known = self._hoped_for or self._pointed_to
         if math.isfinite(found.value) and (known is None or self._beats(found, known)):
             self._hoped_for = found

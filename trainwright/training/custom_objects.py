@@ -118,7 +118,9 @@ def build_live(parts: Parts, loaded: Loaded, plan: Plan) -> Live:
     state = build_state(parts, loaded, plan)
     schedule = build_schedule(parts, loaded, plan, state.optimizer)
     plan = _with_custom_objects(plan, loaded.recipe, state, schedule)
-    metrics = metric_set({**named_metrics(loaded, parts.loss), **parts.custom.metrics})
+    made = {**named_metrics(loaded, parts.loss), **parts.custom.metrics}
+    _require_named_best(loaded.recipe, made)
+    metrics = metric_set(made)
     if metrics and plan.degrees.ranks > 1:
         _require_whole_outputs(plan)
         metrics.require_ranked()
@@ -223,6 +225,14 @@ def _require_restorable(recipe: Recipe, plan: Plan) -> None:
         raise UsageError(
             "restore_best works on one rank only", remedy="leave it out and run: trainwright export RUN --which best"
         )
+
+
+def _require_named_best(recipe: Recipe, metrics: Mapping[str, object]) -> None:
+    """Raise UsageError if ``checkpoint.best`` has the prefix that other trainers add to the names of metrics."""
+    best = recipe.checkpoint.best or "loss"
+    plain = best.removeprefix("val_").removeprefix("eval_")
+    if plain != best and best not in metrics and plain in ("loss", *metrics):
+        raise UsageError(f"checkpoint.best: the validation has no metric {best!r}", remedy=f"did you mean {plain!r}?")
 
 
 def _optimizer_notes(recipe: Recipe, state: TrainState) -> Iterator[Note]:
