@@ -111,6 +111,12 @@ def test_a_resume_drops_the_steps_that_it_goes_back_over(tmp_path: Path) -> None
     assert log.counts[Started] == 2 and log.sessions == [(BEGAN_S, BEGAN_S + 10), (BEGAN_S + 1000, BEGAN_S + 1001)]
 
 
+def test_a_later_diagnosis_does_not_prolong_the_run(tmp_path: Path) -> None:
+    later = found(at_step=9000)
+    log = rows_of(make_run(tmp_path, "run", [started(), step(1), step(2), ended(2), later]).log)
+    assert log.sessions == [(BEGAN_S, ended(2).time_s)]
+
+
 def test_records_that_come_late_are_put_in_their_place(tmp_path: Path) -> None:
     late = Watched(time_s=BEGAN_S + 2, step=2, loss=5.0, grad_norm=1.0, lr=0.1)
     log = rows_of(make_run(tmp_path, "run", [step(1), step(3), late]).log)

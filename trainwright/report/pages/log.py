@@ -316,8 +316,8 @@ class IncrementalLog:
         if isinstance(record, Started):
             self._go_back_to(record.step)
             self._sessions.append((record.time_s, record.time_s))
-        elif self._sessions:
-            begin_s, end_s = self._sessions.pop()
+        elif self._sessions and (isinstance(record, Ended) or not isinstance(self._newest_process, Ended)):
+            begin_s, end_s = self._sessions.pop()  # ``diagnose --deep`` adds records after the end
             self._sessions.append((begin_s, max(end_s, record.time_s)))
         if isinstance(record, Telemetry):
             self.readings.take(record)
