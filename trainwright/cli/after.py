@@ -31,7 +31,8 @@ ModelOf = Annotated[
     str | None,
     typer.Option(
         metavar="FILE:FUNCTION",
-        help="A function that builds the model of a watched loop: train.py:make; or the arguments of a tw.fit run.",
+        help="A function that builds the model of a watched loop: train.py:make; or the arguments of a tw.fit run. "
+        "Runs FILE: guard a loop in it with `if __name__ == '__main__'`.",
     ),
 ]
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
