@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import trainwright as tw
 from tests.doctor.checks.loss.loops import Loss, R, X, Y, codes
 
 pytestmark = pytest.mark.slow
@@ -114,3 +115,16 @@ def test_a_fault_is_found(code: str, loss: Loss) -> None:
 @pytest.mark.parametrize(("code", "loss"), [(code, loss) for code, losses in HEALTHY.items() for loss in losses])
 def test_a_healthy_loss_is_not(code: str, loss: Loss) -> None:
     assert code not in codes(loss)
+
+
+def test_the_evidence_of_a_divergence_names_what_was_measured() -> None:
+    model, check = nn.Linear(6, 3), "loss.nll_without_log_softmax"
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    with tw.watch(model, optimizer, out=None, quiet=True) as watch:
+        for _ in range(8):
+            optimizer.zero_grad()
+            F.kl_div(model(X).softmax(1), F.one_hot(Y, 3).float(), reduction="batchmean").backward()
+            optimizer.step()
+    (found,) = [each for each in watch.findings() if each.code == check]
+    assert [(each.seen, each.expected) for each in found.evidence] == [("all", "none")]
+    assert "kl_div(log_softmax" in found.remedy and "cross_entropy" not in found.remedy

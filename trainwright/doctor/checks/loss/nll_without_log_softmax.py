@@ -37,16 +37,20 @@ def nll_without_log_softmax(run: RunContext, exams: Every[LossFacts]) -> Results
         if found is None:
             continue
         what, severity = found
+        is_kl = call.op == "kl_div"  # Its input is only examined for probabilities
         yield run.finding(
             step,
-            symptom=f"the input of {call.op} is {what}: {call.above_0:.0%} of it is above 0, and exp(input) of a row "
-            f"sums to 1 within {call.off_sum:.2g}"
-            if call.op != "kl_div"
-            else f"the input of {call.op} is {what}, not log-probabilities",
-            cause="" if call.op != "kl_div" else "log_softmax is missing before kl_div, which takes log-probabilities",
+            symptom=f"the input of {call.op} is {what}, not log-probabilities"
+            if is_kl
+            else f"the input of {call.op} is {what}: {call.above_0:.0%} of it is above 0, and exp(input) of a row "
+            f"sums to 1 within {call.off_sum:.2g}",
+            cause="log_softmax is missing before kl_div, which takes log-probabilities" if is_kl else "",
+            remedy="`kl_div(log_softmax(logits, dim=1), target)`" if is_kl else "",
             severity="critical" if severity == "critical" else "warning",
             where=where_of(call, call.made_in),
-            evidence=[
+            evidence=[("rows of the input that are not negative and sum to 1", "all", "none")]
+            if is_kl
+            else [
                 ("fraction of the input above 0", round(call.above_0, 3), 0.0),
                 ("distance of the sum of exp(input) of a row from 1", round(call.off_sum, 3), 0.0),
             ],
