@@ -137,3 +137,20 @@ def test_a_finding_without_a_step_is_printed(tmp_path: Path) -> None:
     report = diagnosis_of(folder)
     assert report.exit_code == 3
     assert any(line.startswith("1. critical: optim.step_never_called") for line in report.lines())
+
+
+def test_a_step_that_was_begun_is_not_a_step_of_the_run(tmp_path: Path) -> None:
+    folder = run_with(tmp_path, None)
+    log = LogWriter(folder.log)
+    log.write(Examined(time_s=time.time(), step=4, experiment="unfinished", values={"error": None}))
+    log.close()
+    assert diagnosis_of(folder).step == 3
+
+
+def test_every_replay_of_a_step_counts(tmp_path: Path) -> None:
+    folder = run_with(tmp_path, None)
+    log = LogWriter(folder.log)
+    log.write(Examined(time_s=time.time(), step=3, experiment="function", values={}))
+    log.write(Examined(time_s=time.time(), step=4, experiment="calls", values={}))
+    log.close()
+    assert "1 recorded step, 1 of them replayed" in examined(folder)

@@ -136,7 +136,7 @@ def diagnosis_of(folder: RunFolder) -> Report:
         tuple(_new_findings([each.found for each in diagnosis.findings], findings)),
         experiments,
         Examination.of(records, diagnosis.checks, experiments),
-        max((each.step for each in records if isinstance(each, Watched | Examined | Ended)), default=0),
+        max((each.step for each in records if isinstance(each, Watched | Ended)), default=0),
         state_of(folder.path, records),
         verdict_of(folder),
         can_be_trained_again(folder.path),

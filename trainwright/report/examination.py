@@ -14,8 +14,22 @@ from trainwright.runs.json_values import JsonValue
 from trainwright.runs.records import Examined, Record, Unexamined, Watched
 from trainwright.runs.shapes import ProvenanceFile, read_as
 
-_STEP_EXPERIMENTS = {"casts", "batch", "update", "again"}
-"""Experiments that run when a single step is examined."""
+_STEP_EXPERIMENTS = frozenset(
+    [
+        "again",
+        "batch",
+        "first_loss_rescaled",
+        "formats",
+        "function",
+        "in_eval_mode",
+        "integrity",
+        "padded",
+        "structure",
+        "symmetry",
+        "update",
+    ]
+)
+"""Experiments that replay a step unasked, and whose facts come from nothing else."""
 MAX_REASON_CHARS, MAX_NAMES = 200, 4
 
 
