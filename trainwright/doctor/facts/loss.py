@@ -176,6 +176,7 @@ class AccumulationFacts:
     discarded: int = 0  # Backward passes whose gradients are dropped before the update
     norm_then: float | None = None  # Norm of the gradients at the recorded update
     norm_now: float | None = None  # Norm of the gradients at the replayed update
+    of_transformers: bool = False  # The loop is that of transformers' Trainer
 
     @property
     def is_as_recorded(self) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from trainwright.doctor.facts.loss import AccumulationFacts
+from trainwright.recorder.callers import frames
 from trainwright.recorder.program import Backward, Call, Instruction, Operation, OptimizerStep, ZeroGrad, constants_of
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.replay.classified import classified
@@ -106,6 +107,7 @@ def accumulation(session: ReplaySession) -> AccumulationFacts:
         discarded=_discarded(session),
         norm_then=None if norm is None else float(norm),
         norm_now=result.grad_norm,
+        of_transformers=any(each.f_globals.get("__name__") == "transformers.trainer" for each in frames()),
     )
 
 

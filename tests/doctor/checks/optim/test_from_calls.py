@@ -9,9 +9,13 @@ import pytest
 import torch
 
 from tests.doctor.checks.calls import CARRIED, HEALTHY, B, F, S, Z, fires, steps
+from tests.doctor.checks.data.loops import exam
+from trainwright.doctor.context import RunContext
+from trainwright.doctor.discovery import check_of
 from trainwright.doctor.facts.calls import CallsFacts, GroupFacts, OptimizerFacts, ScaledClip, ScalerFacts
 from trainwright.doctor.facts.loss import AccumulationFacts
 from trainwright.doctor.facts.weights import BatchStepsFacts, LoadedMomentsFacts, UpdateFacts, WeightsFacts
+from trainwright.doctor.finding import Finding
 from trainwright.doctor.measure.calls import _unread
 
 
@@ -223,6 +227,16 @@ def test_accumulation_not_normalised() -> None:
     assert fires(code, (1, replace(WINDOW, weights=(0.5,) * 4)), (2, WINDOW), made=made) == ["info"]
     assert fires(code, (1, WINDOW), made=made) == []
     assert fires(code, (1, replace(WINDOW, weights=(1.0,) * 4, norm_then=0.25)), made=made) == []
+
+
+def test_accumulation_in_the_trainer_of_transformers_has_its_own_fix() -> None:
+    check = check_of("gradient.accumulation_not_normalised")
+    assert check is not None
+    window = replace(WINDOW, weights=(1.0,) * 4, of_transformers=True)
+    (finding,) = check.results(RunContext([*steps(*HEALTHY), exam(1, window)]))
+    assert isinstance(finding, Finding)
+    found = finding.found
+    assert "model_accepts_loss_kwargs" in found.remedy and "num_items_in_batch" in found.cause
 
 
 def test_accumulation_token_weighting() -> None:

@@ -38,12 +38,19 @@ def accumulation_not_normalised(run: RunContext, exams: Every[AccumulationFacts]
     if not off:
         return
     step, weights = off[-1]
+    of_transformers = any(facts.of_transformers for _, facts in exams)
     is_sum = all(0.9 <= each <= 1.1 for each in weights)
     yield run.finding(
         step,
         symptom=f"the gradient of a step is {sum(weights):.3g} times that of the mean over its {len(weights)} "
         "micro-batches",
-        remedy=f"call backward() on loss / {len(weights)}"
+        cause="the Trainer leaves the division to a model whose forward takes **kwargs (num_items_in_batch)"
+        if of_transformers
+        else "",
+        remedy="`trainer.model_accepts_loss_kwargs = False` before train(), or gradient_accumulation_steps=1 with a "
+        "larger batch"
+        if of_transformers
+        else f"call backward() on loss / {len(weights)}"
         if is_sum
         else "divide by the micro-batches that the step has",
         severity="warning" if is_sum or len(off) == len(seen) else "info",
