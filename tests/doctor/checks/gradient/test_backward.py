@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ from torch import Tensor, nn
 from tests.doctor.checks.data.loops import exam, said
 from tests.doctor.checks.loops import alarms, mlp, watched
 from trainwright.doctor.check import Check
+from trainwright.doctor.context import RunContext
 from trainwright.doctor.discovery import check_of
 from trainwright.doctor.facts.precision import SeenNonfinite
 from trainwright.doctor.facts.wiring import SavedFacts
+from trainwright.doctor.finding import Finding
 from trainwright.runs.records import Watched
 
 
@@ -77,3 +80,13 @@ def test_a_spike_that_the_loss_comes_back_from(last: float, severities: list[str
     assert said(of("spike"), *steps) == []
     steps[40].values["spike"] = [20.0, 1.0, 8.0, "warn"]
     assert said(of("spike"), *steps) == severities
+
+
+def test_a_spike_of_a_loop_that_clips_does_not_advise_to_clip() -> None:
+    steps = [Watched(time_s=0.0, step=n, loss=1.0, grad_norm=1.0, lr=0.1) for n in range(1, 49)]
+    steps[40] = replace(steps[40], values={"spike": [20.0, 1.0, 8.0, "warn"]})
+    (bare,) = of("spike").results(RunContext(steps))
+    steps[40] = replace(steps[40], events=[("clip", {"by": "norm", "at": 1.0, "norm": 20.0, "parameters": 2})])
+    (clipped,) = of("spike").results(RunContext(steps))
+    assert isinstance(bare, Finding) and isinstance(clipped, Finding)
+    assert "Clip the" in bare.found.remedy and "lip the" not in clipped.found.remedy

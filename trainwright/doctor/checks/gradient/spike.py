@@ -33,6 +33,7 @@ def spike(run: RunContext) -> Results:
     yield run.finding(
         first.step,
         symptom=f"the gradient norm is {norm:.3g}, {norm / usual:.0f} times the usual one",
+        remedy='look at the samples of this step, or leave such updates out: `on_spike="skip"`' if is_clipped else "",
         severity="info" if action == "warn" and (is_clipped or _went_on_well(run, first.step)) else "warning",
         since_step=first.step,
         evidence=[
