@@ -366,7 +366,10 @@ def test_gradients_are_edited_by_hand() -> None:
             p.grad.mul_(0.5)
         optimizer.step()
 
-    assert "changed by hand" in said(both(loop_of(step)))
+    watch = both(loop_of(step))
+    assert "changed by hand" in said(watch)
+    (found,) = [each for each in watch.findings() if each.code == "loop.unseen"]
+    assert found.cause == "the loop trains in a way that is not recorded" and "not passed" not in found.remedy
 
 
 def test_a_penalty_on_gradients() -> None:

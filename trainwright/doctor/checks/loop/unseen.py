@@ -40,11 +40,12 @@ def unseen(run: RunContext) -> Results:
     is_empty = run.finished and not run.steps and bool(unfinished) and unfinished["error"] is None
     events = unfinished.get("events", ())
     is_of_other = "other_step" in events if is_empty else unfinished.get("other_steps", 0) > run.last_step
+    remedies = dict.fromkeys(remedy for _, _, remedy in blanks if remedy)
     if blanks:
         yield run.finding(
             symptom="not all of this loop can be seen: " + "; ".join(what for what, _, _ in blanks),
-            cause=OF_OTHER if is_of_other else "",
-            remedy="; ".join(dict.fromkeys(remedy for _, _, remedy in blanks if remedy)),
+            cause=OF_OTHER if is_of_other else "" if remedies else "the loop trains in a way that is not recorded",
+            remedy="; ".join(remedies) or "none is needed if it is intended; other checks still run",
             severity="warning" if is_of_other or (is_empty and not events) else None,
             sure=0.8 if is_empty else None,
             where=Where(source=run.line_of("other_step", run.last_step)),
