@@ -17,7 +17,7 @@ from trainwright.data.padding import TokenRows
 from trainwright.engine.losses import hf_causal_lm
 from trainwright.engine.token_batch import sample_lengths, token_batch
 from trainwright.errors import UsageError
-from trainwright.finetune.losses import DPO, UNKNOWN, Distillation, bradley_terry
+from trainwright.finetune.losses import DPO, UNKNOWN, Distillation, bradley_terry, require_preferences
 
 
 def policy_and_reference() -> tuple[Any, Any]:
@@ -103,6 +103,11 @@ def test_bradley_terry_needs_one_logit() -> None:
 def test_batches_without_pairs_are_refused(loss: Any) -> None:
     with pytest.raises(UsageError, match="compares two completions"):
         loss(llama(), TokenRows()(supervised()))
+
+
+def test_pairs_of_text_name_the_data_set_that_tokenizes_them() -> None:
+    with pytest.raises(UsageError, match=r"sample 0 has prompt, chosen, rejected(.|\n)*use: preference"):
+        require_preferences([{"prompt": "a", "chosen": "b", "rejected": "c"}] * 3)
 
 
 @pytest.mark.parametrize("layout", ["padded", "padding_free"])

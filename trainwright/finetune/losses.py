@@ -191,12 +191,7 @@ def pair_rows(batch: Mapping[str, Tensor]) -> PairRows:
 
     Raises UsageError for a batch that has no pairs.
     """
-    needed = [f"{which}_{key}" for which in ("chosen", "rejected") for key in (IDS, LABELS)]
-    if not isinstance(batch, Mapping) or any(name not in batch for name in needed):
-        got = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
-        raise UsageError(
-            f"the loss compares two completions, and the batch has {got}", remedy=f"give samples with {needed}"
-        )
+    _require_pairs(batch, "the batch")
     longest = max(batch[f"{which}_{IDS}"].shape[1] for which in ("chosen", "rejected"))
 
     def joined(key: str, fill: int) -> Tensor:
@@ -208,6 +203,14 @@ def pair_rows(batch: Mapping[str, Tensor]) -> PairRows:
         return torch.cat(parts)
 
     return PairRows(joined(IDS, 0), joined(LABELS, IGNORE), joined(ATTENTION_KEY, 0))
+
+
+def _require_pairs(given: object, kind: str) -> None:
+    needed = [f"{which}_{key}" for which in ("chosen", "rejected") for key in (IDS, LABELS)]
+    if not isinstance(given, Mapping) or any(name not in given for name in needed):
+        got = ", ".join(map(str, given)) if isinstance(given, Mapping) else f"a {type(given).__name__}"
+        remedy = f"give samples with {needed}; for columns of text write data.train: {{use: preference}} in a recipe"
+        raise UsageError(f"the loss compares two completions, and {kind} has {got}", remedy=remedy)
 
 
 def completion_log_probs(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -390,12 +393,14 @@ def _computed(
 
 
 def require_preferences(samples: Any, say: Say = lambda line: None) -> None:
-    """Raise DataError for pairs that carry no preference: completions without a label, or all pairs equal.
+    """Raise UsageError for samples that are no pairs of ids, and DataError for pairs that carry no preference.
 
-    Reports the number of equal pairs and of pairs that also occur with chosen and rejected swapped.
+    Those have completions without a label, or all pairs are equal. Reports the number of equal pairs and of pairs that
+    also occur with chosen and rejected swapped.
     """
     unlabelled, equal, seen, reversed_ = list[int](), 0, set[tuple[bytes, bytes]](), 0
     for position, sample in enumerate(_each(samples)):
+        _require_pairs(sample, f"sample {position}")
         sides = [torch.as_tensor(sample[f"{which}_{IDS}"]) for which in ("chosen", "rejected")]
         labels = [torch.as_tensor(sample[f"{which}_{LABELS}"]) for which in ("chosen", "rejected")]
         if any(not bool((each[1:] != IGNORE).any()) for each in labels):
