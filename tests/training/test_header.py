@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import StepLR
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import trainwright as tw
 from trainwright.engine.chunked import logits_bytes
@@ -62,6 +63,16 @@ def test_a_plain_call() -> None:
         "update": ("fused kernel", "planned"),
         **({"threads": ("1", "planned")} if torch.get_num_threads() > 1 else {}),
     }
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return zip(*data(), strict=True)
+
+
+def test_a_stream_is_not_named_as_shuffled() -> None:
+    result = tw.fit(nn.Linear(4, 2), Stream(), nn.CrossEntropyLoss(), steps=1, quiet=True)
+    assert header_of(result.run)["order"][0].startswith("as the data come")
 
 
 def test_settings_of_objects_are_configured() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from torch.optim import Optimizer
+from torch.utils.data import IterableDataset
 
 from trainwright.checkpoint.chained_optimizer import parts_of
 from trainwright.checkpoint.cursor import StepBatch, count_tokens
@@ -170,6 +171,8 @@ class _Header:
             return Setting("order", "as a loop over the DataLoader", "configured")
         if train.order is not None:
             return Setting("order", f"that of the {type(train.order.sampler).__name__}", "configured")
+        if isinstance(train.dataset, IterableDataset):
+            return Setting("order", "as the data come: a stream is not shuffled", "default")
         if recipe.data.shuffle:
             return self._setting("order", f"shuffled by the seed {recipe.seed}", "data.shuffle", "seed")
         return self._setting("order", "that of the dataset", "data.shuffle")
