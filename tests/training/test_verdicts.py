@@ -163,7 +163,7 @@ def test_the_finding_of_a_label_out_of_range_names_its_sample(capsys: pytest.Cap
     x, y = classes(128)
     y[100] = 7
     with pytest.raises(DataError, match=r"samples \[100\]"):
-        tw.fit(mlp(20, 16, 2), (x, y), CROSS_ENTROPY, device="cpu")
+        tw.fit(mlp(20, 16, 2), list(zip(x, y, strict=True)), CROSS_ENTROPY, device="cpu")
     said = capsys.readouterr().out
     assert "samples 100 at" in said and "correct the samples if a few labels are wrong" in said
 
