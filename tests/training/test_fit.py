@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -624,3 +626,27 @@ def test_an_error_in_a_custom_step_names_that_nothing_is_saved() -> None:
     with pytest.raises(ValueError, match="my bug") as caught:
         tw.fit(net(), data(), advance=step, quiet=True)
     assert caught.value.__notes__[-1].startswith("nothing is saved: step 4 may be incomplete")
+
+
+class AsDict(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = net()
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"hidden": x, "logits": self.body(x)}
+
+
+@pytest.mark.parametrize(
+    ("model", "samples", "hint"),
+    [
+        (net, [(x, "cat") for x in data(64)[0]], "the labels are strings, such as 'cat'"),
+        (AsDict, data(64), r"a dict with hidden, logits.*loss\(output\['logits'\], target\)"),
+        (lambda: nn.LSTM(20, 3), data(64), r"a tuple: .*loss\(output\[0\], target\)"),
+    ],
+    ids=["strings", "dict", "tuple"],
+)
+def test_a_loss_that_fails_names_what_it_got(model: Callable[[], nn.Module], samples: object, hint: str) -> None:
+    with pytest.raises(TypeError) as raised:
+        tw.fit(model(), samples, nn.CrossEntropyLoss(), steps=1, quiet=True)
+    assert re.search(hint, raised.value.__notes__[0])

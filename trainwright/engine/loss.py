@@ -266,11 +266,23 @@ class _Supervised:
         try:
             return Scored(self.loss(output, target), output, target)
         except (TypeError, AttributeError) as error:  # the model may take other arguments
-            error.add_note(
-                f"{_shown(self.loss)} was called as loss(output, target), with what the model returned: to get the "
-                "model and the batch instead, name its first parameter model"
-            )
+            error.add_note(_hint(self.loss, output, target))
             raise
+
+
+def _hint(loss: object, output: object, target: object) -> str:
+    """Return what probably made ``loss(output, target)`` fail."""
+    if isinstance(target, tuple | list) and target and isinstance(target[0], str):
+        return f"the labels are strings, such as {target[0]!r}: let the dataset return their numbers, from 0"
+    if isinstance(output, Mapping | tuple | list):
+        key = next((key for key in ("logits", *output) if key in output), 0) if isinstance(output, Mapping) else 0
+        has = f" with {', '.join(map(str, output))}" if isinstance(output, Mapping) else ""
+        part = f"lambda output, target: loss(output[{key!r}], target)"
+        return f"the model returned a {type(output).__name__}{has}: pass the loss its part, {part}"
+    return (
+        f"{_shown(loss)} was called as loss(output, target), with what the model returned: to get the model and the "
+        "batch instead, name its first parameter model"
+    )
 
 
 class _Unpacked:
