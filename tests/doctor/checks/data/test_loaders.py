@@ -14,10 +14,18 @@ from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler, TensorDat
 from tests.doctor.checks.data.loops import Batches, exam, said, table, trained, warned
 from trainwright.doctor.checks.data.empty_loader import empty_loader
 from trainwright.doctor.checks.data.same_order_every_epoch import same_order_every_epoch
+from trainwright.doctor.checks.data.samples_never_drawn import samples_never_drawn
 from trainwright.doctor.checks.data.train_val_overlap import train_val_overlap
 from trainwright.doctor.checks.data.unshuffled import unshuffled
 from trainwright.doctor.checks.data.worker_rng_duplicate import worker_rng_duplicate
-from trainwright.doctor.facts.data import EmptyLoader, EpochRepeat, LoaderOverlap, LoadersFacts, WorkerDraws
+from trainwright.doctor.facts.data import (
+    DrawnSamples,
+    EmptyLoader,
+    EpochRepeat,
+    LoaderOverlap,
+    LoadersFacts,
+    WorkerDraws,
+)
 
 X, Y = table()
 
@@ -123,6 +131,12 @@ def test_an_empty_loader_has_no_length() -> None:
     assert said(empty_loader, exam(0, empty(None, 2))) == ["critical"]
     assert not said(empty_loader, exam(0, empty(3)))
     assert not said(empty_loader, exam(0, empty(None)))
+
+
+@pytest.mark.parametrize(("sampler", "severities"), [("WeightedRandomSampler", ["warning"]), ("NoneType", [])])
+def test_a_stream_without_a_sampler_has_no_samples_to_draw(sampler: str, severities: list[str]) -> None:
+    drawn = DrawnSamples(samples=40, draws=800, distinct=20, same_set=True, chooses=False, sampler=sampler)
+    assert said(samples_never_drawn, exam(16, LoadersFacts(drawn=(drawn,)))) == severities
 
 
 def repeat(**more: Any) -> Any:

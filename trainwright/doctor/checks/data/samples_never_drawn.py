@@ -26,7 +26,7 @@ def samples_never_drawn(run: RunContext, facts: LoadersFacts) -> Results:
 
     Sources: deep-voice/soundbay PR 49.
     """
-    drawn = [each for each in facts.drawn if each.samples and not each.chooses]
+    drawn = [each for each in facts.drawn if each.samples and not each.chooses and each.sampler != "NoneType"]
     if not drawn:
         yield NotApplicable("no loader draws samples by their numbers from all of a data set")
         return
