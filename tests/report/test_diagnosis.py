@@ -79,7 +79,9 @@ def test_one_hint_for_the_kind_of_run(tmp_path: Path, recipe: str | None, hint: 
     log.write(Unexamined(time_s=0.0, step=3, experiments=("again",), examined_s=0.25, trained_s=12.0))
     log.close()
     [line] = [line for line in diagnosis_of(folder).lines() if line.startswith("not examined")]
-    assert line.startswith("not examined  no time for 1 experiment: others took 250 ms of 12.2 s; ")
+    assert line.startswith(
+        "not examined  no time for 1 experiment: others took 250 ms of 12.2 s in the training thread; "
+    )
     assert hint.replace("{run}", str(folder.path)) in line
     assert ("tw.watch" in line) + ("tw.fit" in line) + ("--deep" in line) == 1
     again = {None: "tw.watch(", "model:\n  use: gpt\n": "--set log.examine=all"}.get(recipe, "tw.fit(")

@@ -99,16 +99,6 @@ def test_the_seconds_at_the_end_are_of_the_wall(clock: Clock, monkeypatch: pytes
     assert budget.left_at_end_s == pytest.approx(END_S / 4)
 
 
-def test_what_is_told_of_a_run_is_wall_time(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(time, "perf_counter", lambda: 4 * clock())
-    budget = trained(ExaminationBudget(CPU, clock=clock), clock, *[1.0] * 10)
-    spend(budget, clock, 0.5)
-    assert (budget.examined_wall_s, budget.trained_wall_s) == (2.0, 40.0)
-    with budget.spending():
-        clock.now_s += 1.0
-        assert (budget.examined_wall_s, budget.trained_wall_s) == (6.0, 40.0), "the one that goes on counts"
-
-
 def test_what_follows_evidence_has_seconds_of_its_own(clock: Clock) -> None:
     budget = trained(ExaminationBudget(CPU, clock=clock), clock, 1e-3)
     spend(budget, clock, 0.5)
@@ -227,6 +217,20 @@ def test_what_found_no_time_is_recorded(slow: Slow) -> None:
     assert {"update", "structure"} <= set(left.experiments) and left.step == 3 and left.bundle is None
     assert "again" not in left.experiments, "no check reads it"
     assert left.trained_s == pytest.approx(3.0) and left.examined_s == watch.session.budget.spent_s
+
+
+def test_seconds_in_which_the_thread_waits_are_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainwright.watching.budget.FREE_S", 0.0)
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with tw.watch(model, optimizer, out=None, quiet=True) as watch:
+        for _ in range(3):
+            steps(model, optimizer, 1)
+            time.sleep(1.0)
+    (left,) = [each for each in watch.records if isinstance(each, Unexamined)]
+    budget = watch.session.budget
+    assert left.examined_s == budget.spent_s, "with the examination at the end"
+    assert left.trained_s == budget.trained_s < 3.0
 
 
 def test_where_everything_found_time_nothing_is_left() -> None:

@@ -134,7 +134,7 @@ def line_of_unexamined(unexamined: Unexamined, run: Path | None) -> str | None:
         return None
     return (
         f"no time for {count} experiment{'' if count == 1 else 's'}: others took {human_seconds(took_s)} of "
-        f"{human_seconds(took_s + unexamined.trained_s)}; {_later(unexamined, run)}"
+        f"{human_seconds(took_s + unexamined.trained_s)} in the training thread; {_later(unexamined, run)}"
     )
 
 

@@ -209,7 +209,8 @@ class Examined(Record):
 class Unexamined(Record):
     """The experiments and trials of remedies for which no time was left at the end of a run.
 
-    Examinations took ``examined_s`` seconds beside ``trained_s`` seconds of training, both in wall-clock time.
+    Examinations took ``examined_s`` seconds beside ``trained_s`` seconds of training. On a CPU both are processor time
+    of the training thread, else wall time.
     ``bundle`` is the folder of the last steps, from which they can run later: ``step-00000320``; None if it was not
     saved.
     """

@@ -103,7 +103,6 @@ class ExaminationBudget:
         self.spent_s = self.spent_on_evidence_s = self._trained_s = 0.0
         self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
         self._steps = 0  # since the last reading of the clock
-        self._wall_s, self._examines_since_s = 0.0, math.nan  # of examinations; start of the current one
         self.has_replayed_incident = False
         self.begin()
 
@@ -135,17 +134,6 @@ class ExaminationBudget:
     def step_s(self) -> float:
         """Minimum seconds per step at the last readings of the clock; 0 before the first reading."""
         return min(self._recent, default=0.0)
-
-    @property
-    def examined_wall_s(self) -> float:
-        """Wall time of examinations so far, including the current one."""
-        since_s = time.perf_counter() - self._examines_since_s
-        return self._wall_s + (0.0 if math.isnan(since_s) else since_s)
-
-    @property
-    def trained_wall_s(self) -> float:
-        """Wall time since the run began, without examinations."""
-        return time.perf_counter() - self._begin_s - self.examined_wall_s
 
     @property
     def left_s(self) -> float:
@@ -186,7 +174,7 @@ class ExaminationBudget:
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
-        """Context without the limit. The time inside counts as wall time, and not in the budget."""
+        """Context without the limit. The time inside does not count."""
         before = self.is_lifted, self.spent_s, self.spent_on_evidence_s
         self.is_lifted = True
         try:
@@ -199,12 +187,10 @@ class ExaminationBudget:
         """Context whose time counts as examination instead of training."""
         self._count()
         begin_s = self.clock()
-        self._examines_since_s = time.perf_counter()
         try:
             yield
         finally:
             spent_s = self.clock() - begin_s
-            self._wall_s, self._examines_since_s = self.examined_wall_s, math.nan
             self.spent_s += spent_s
             self._since_s += spent_s
 

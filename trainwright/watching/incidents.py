@@ -82,8 +82,8 @@ def keep_rest(
                 time_s=time.time(),
                 step=step,
                 experiments=tuple(names),
-                examined_s=budget.examined_wall_s,
-                trained_s=budget.trained_wall_s,
+                examined_s=budget.spent_s,
+                trained_s=budget.trained_s,
                 bundle=None if folder is None else _kept(runner, step, folder),
             )
         )

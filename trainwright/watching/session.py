@@ -432,7 +432,7 @@ class WatchSession:
         with self.budget.spending():
             left_s = self.budget.left_at_end_s
             self.findings_log.look(self.step, "end", limits=self._limits(), allowed_s=left_s, finished=True)
-            keep_rest(self.runner, self.budget, self.step, folder, self.findings_log.remember)
+        keep_rest(self.runner, self.budget, self.step, folder, self.findings_log.remember)
 
     @property
     def limits(self) -> list[str]:

@@ -314,10 +314,10 @@ def watch(
         checks: The checks to make: ``"default"``, or a list of topics, codes (``trainwright checks`` lists them)
             and your functions: ``["default", my_check]``. A function is called at every examination with a
             ``ReplaySession`` of the step, and returns what is wrong with it, or None.
-        examine: Extent of the examinations. ``"budget"``: they take at most 3 % of the training time so far, and at
-            most 5 % of the run or 3 s at the end; the watch reports what it had no time for. ``"all"``: everything is
-            examined at steps 1, 2, 3, 4, 6, 8, 12, ..., 48 without limits of time and memory. ``"listen"``: no step is
-            replayed.
+        examine: Extent of the examinations. ``"budget"``: replays take at most 3 % of the training time so far, and
+            5 % by its end, or 0.2 s if that is more. Reading the records of the first steps, and what a check requests,
+            take up to about a second more. The watch reports what it had no time for. ``"all"``: everything is examined
+            at steps 1, 2, 3, 4, 6, 8, 12, ..., 48 without limits of time and memory. ``"listen"``: no step is replayed.
         check: Examine the first step in full, without a time limit, and print the result before the second step
             (docs/how-to/watch-your-loop.md). ``tw.check`` examines data and loss as objects, and needs no loop.
         like: Folder of a healthy run of the same or a similar program. Differences become findings with both values:
