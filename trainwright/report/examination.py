@@ -14,21 +14,10 @@ from trainwright.runs.json_values import JsonValue
 from trainwright.runs.records import Examined, Record, Unexamined, Watched
 from trainwright.runs.shapes import ProvenanceFile, read_as
 
-_STEP_EXPERIMENTS = frozenset(
-    [
-        "again",
-        "batch",
-        "first_loss_rescaled",
-        "formats",
-        "function",
-        "in_eval_mode",
-        "integrity",
-        "padded",
-        "structure",
-        "symmetry",
-        "update",
-    ]
-)
+_STEP_EXPERIMENTS = {
+    "again", "batch", "first_loss_rescaled", "formats", "function", "in_eval_mode", "integrity", "padded", "structure",
+    "symmetry", "update",
+}  # fmt: skip
 """Experiments that replay a step unasked, and whose facts come from nothing else."""
 MAX_REASON_CHARS, MAX_NAMES = 200, 4
 
