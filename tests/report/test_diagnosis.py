@@ -149,6 +149,14 @@ def test_a_step_that_was_begun_is_not_a_step_of_the_run(tmp_path: Path) -> None:
     assert diagnosis_of(folder).step == 3
 
 
+def test_the_reason_of_one_experiment_is_not_that_of_the_run(tmp_path: Path) -> None:
+    folder = run_with(tmp_path, None)
+    log = LogWriter(folder.log)
+    log.write(Examined(time_s=time.time(), step=3, experiment="padded", values={"blind": "nothing is padded"}))
+    log.close()
+    assert not any(line.startswith("not replayed") for line in diagnosis_of(folder).lines())
+
+
 def test_every_replay_of_a_step_counts(tmp_path: Path) -> None:
     folder = run_with(tmp_path, None)
     log = LogWriter(folder.log)

@@ -55,10 +55,11 @@ class Examination:
         replayed = [each.step for each in examined if "blind" not in each.values]
         watched = [each for each in every if isinstance(each, Watched)]
         blind = Counter(str(each.values["blind"]) for each in watched if each.values.get("blind"))
-        if not (replayed or blind):  # the recording is whole, and each replay failed
-            blind = Counter(why for _, why in {(each.step, str(each.values["blind"])) for each in examined})
         last_unexamined = [each for each in every if isinstance(each, Unexamined)][-1:]
         numbers = {each.step for each in watched}
+        if not (replayed or blind):  # several experiments on a step failed alike: that is not a matter of one of them
+            failed = Counter((each.step, str(each.values["blind"])) for each in examined)
+            blind = Counter({why: len(numbers) for (_, why), count in failed.items() if count > 1})
         return cls(
             steps=len(numbers),
             replayed=tuple(dict.fromkeys(replayed)),

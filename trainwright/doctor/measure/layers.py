@@ -208,9 +208,9 @@ class LayerMeasurement(ModuleProbe):
         sizes = []
         for path in self._order:
             module = self.modules.get(path)  # None: the root of several models
-            if module is None or isinstance(module, TABLES):
-                continue
-            for p in nn.Module.parameters(module, recurse=False):  # the class may override it without ``recurse``
+            for p in (
+                () if module is None or isinstance(module, TABLES) else nn.Module.parameters(module, recurse=False)
+            ):
                 if p.dim() >= 2 and p.grad is not None and not p.grad.is_sparse:
                     grad = torch.view_as_real(p.grad) if p.is_complex() else p.grad
                     norm = torch.linalg.vector_norm(grad.detach(), dtype=torch.float64)
