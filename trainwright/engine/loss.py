@@ -270,7 +270,7 @@ class _Supervised:
             raise
 
 
-def _hint(loss: object, output: object, target: object) -> str:
+def _hint(loss: Callable[..., object], output: object, target: object) -> str:
     """Return what probably made ``loss(output, target)`` fail."""
     if isinstance(target, tuple | list) and target and isinstance(target[0], str):
         return f"the labels are strings, such as {target[0]!r}: let the dataset return their numbers, from 0"
