@@ -272,12 +272,12 @@ def public_functions() -> Iterator[Function]:
 def test_no_public_function_takes_whatever_comes() -> None:
     public = list(public_functions())
     assert len(public) > 10
-    extra = {each: [arg for arg in (each.args.vararg, each.args.kwarg) if arg is not None] for each in public}
-    assert [each.name for each, args in extra.items() if not all(map(typed, args))] == []
+    taken = [(each.name, one) for each in public for one in (each.args.vararg, each.args.kwarg) if one]
+    assert [name for name, one in taken if not typed(one)] == []
 
 
 def typed(options: ast.arg) -> bool:
-    """Return True if the type lists the keywords, says that the user names them, or refuses all of them."""
+    """Return True if the type lists the keywords, says that they are figures that the user names, or refuses all."""
     return options.annotation is not None and ast.unparse(options.annotation) in (
         "Unpack[FitOptions]",
         "Unpack[RunOptions]",

@@ -391,7 +391,6 @@ def test_what_early_stopping_cannot_go_by() -> None:
         ({"patience": 0}, "patience is 0"),
         ({"min_delta": -1.0}, "min_delta"),
         ({"mode": "up"}, "mode"),
-        ({"monitor": "loss"}, "write metric= for monitor="),
         ({"metric": "reward"}, "it is unknown if a larger reward is better"),
     ):
         with pytest.raises(UsageError, match=said):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Literal, Never
+from typing import Literal
 
 from trainwright.checkpoint.codec import StateDict
 from trainwright.checkpoint.train_state import TrainState
@@ -36,13 +36,7 @@ class EarlyStopping:
         metric: str = "loss",
         min_delta: float = 0.0,
         mode: Literal["min", "max"] | None = None,
-        **unknown: Never,
     ) -> None:
-        for name in unknown:
-            remedy = (
-                "write metric= for monitor=" if name == "monitor" else "it has patience, metric, min_delta and mode"
-            )
-            raise UsageError(f"EarlyStopping: there is no argument {name}", remedy=remedy)
         if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
             raise UsageError(f"patience is {patience!r}", remedy="pass the number of evaluations to wait: patience=3")
         if not 0 <= min_delta < math.inf:
