@@ -62,9 +62,7 @@ def arguments(factory: Callable[..., Any]) -> Iterator[tuple[str, str, str]]:
             "batch",
             "chunked",
             "max_logits_bytes",
-        ):  # loss.chunked is a key
-            continue
-        if each.annotation == "Never":  # refused with a remedy
+        ):  # loss.chunked is a key of its own; the plan knows
             continue
         stars = "**" if each.kind is each.VAR_KEYWORD else ""
         default = "" if stars else "required" if each.default is each.empty else f"`{shown(each.default)}`"
