@@ -209,7 +209,7 @@ def test_no_finding_and_a_note_on_the_proof(tmp_path: Path, monkeypatch: pytest.
     assert result.findings == ()
     notes = json.loads((Path(result.run) / "plan.json").read_text())["notes"]
     (note,) = [each for each in notes if each["topic"] == "packing"]
-    assert "do not see each other" in note["why"] and "of the rows" in note["choice"]
+    assert "stays within each sample" in note["why"] and "of the rows" in note["choice"]
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,8 @@ class Recovery:
         except Exception as error:
             if is_out_of_memory(error, was_short=self._ran_out or state.micro_limit is not None):
                 return oom_snapshot(error, state, pieces, device), None
+            if again and isinstance(error.__cause__, Exception):
+                error = error.__cause__  # torch's error, which ``error`` explains
             if not again or isinstance(error, TrainwrightError):
                 if self._world.size == 1 and not self.put_back(state):
                     with suppress(AttributeError):  # exceptions of some C extensions
