@@ -70,6 +70,31 @@ def test_an_argument_that_is_never_used_is_found_by_its_name(use: str) -> None:
     assert use != "never" or seen[0][1].endswith("argument t")
 
 
+class OfBatch(nn.Module):
+    """Reads one entry of a batch that has others, as a training module of a library does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(2, 2)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        out: Tensor = self.head(batch["x"])
+        return out
+
+
+@pytest.mark.slow
+def test_entries_of_a_batch_that_the_model_does_not_read_are_only_noted() -> None:
+    model = OfBatch()
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    with tw.watch(model, optimizer, out=None, quiet=True, examine="all") as watch:
+        for at in torch.arange(128).split(16):
+            optimizer.zero_grad()
+            F.mse_loss(model({"x": torch.randn(16, 2), "ids": at}), torch.randn(16, 2)).backward()
+            optimizer.step()
+    (noted,) = [each for each in watch.findings() if each.code in CODES]
+    assert noted.severity == "info" and "batch['ids']" in noted.symptom
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("positions", ["none", "unused", "learned", "bag"])
 def test_attention_without_positions_is_found(positions: str) -> None:

@@ -11,8 +11,9 @@ MIN_RELATIVE_GRADIENT = 300.0
 def exploding(run: RunContext, exams: Every[UpdateFacts]) -> Results:
     """Gradients are far too large before anything is trained.
 
-    How it is detected: in the first four steps, the norm of the gradients times the norm of the weights is more
-    than 300 times the loss. A loss below 1 counts as 1, because a loss near 0, as that of a policy, is no evidence.
+    How it is detected: in the first four steps, the norm of the gradient times the norm of the weights, summed over
+    the tensors, is more than 300 times the loss. A loss below 1 counts as 1, because a loss near 0, as that of a
+    policy, is no evidence.
 
     Exceptions: reported only with -v where gradients are clipped.
 
@@ -27,7 +28,7 @@ def exploding(run: RunContext, exams: Every[UpdateFacts]) -> Results:
     Sources: Pascanu, Mikolov and Bengio 2013.
     """
     early = [(step, facts) for step, facts in exams if step <= MAX_STEP]
-    pulls = [(facts.grad_norm * facts.weight_norm / max(abs(facts.loss), 1.0), step, facts) for step, facts in early]
+    pulls = [(facts.pull / max(abs(facts.loss), 1.0), step, facts) for step, facts in early]
     if not pulls:
         return
     pull, step, facts = pulls[-1]

@@ -13,6 +13,7 @@ def input_without_effect(run: RunContext, exams: Every[InputsFacts]) -> Results:
     before.
 
     Exceptions: arguments whose rows are equal, such as a mask of ones; arguments that are used in some steps only.
+    Reported only with -v: parts of a batch that the model gets as a whole, such as ids and labels in a dict.
 
     Usual cause: the embedding of the input is computed and not added; the argument is overwritten or not passed on.
 
@@ -27,5 +28,6 @@ def input_without_effect(run: RunContext, exams: Every[InputsFacts]) -> Results:
         yield run.finding(
             step,
             symptom=f"the outputs of the model do not depend on its argument {names}",
+            severity="info" if all("[" in name for name in unused) else None,
             evidence=[("arguments without effect", names, "none")],
         )
