@@ -116,7 +116,7 @@ class Profile:
 
     @property
     def next(self) -> str:
-        """What to do, in one line."""
+        """The next thing to do, in one line."""
         if self.gains:
             return str(self.gains[0])
         return str(self.open[0]) if self.open else "nothing to gain"

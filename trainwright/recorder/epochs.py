@@ -23,7 +23,7 @@ from trainwright.runs.json_values import Facts
 MARKS = 4096
 """Maximum number of batches per epoch whose order is recorded."""
 SPREAD = 1 << 16
-"""Of a larger dataset only evenly spaced samples are recorded: at least this many, and less than twice as many."""
+"""A larger dataset is recorded in part: evenly spaced samples, at least this many and less than twice as many."""
 _AT_RANDOM = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 

@@ -76,7 +76,7 @@ _URGENT = operator.attrgetter("urgent")
 
 @dataclass(frozen=True)
 class WatchOptions:
-    """What a session may do to a loop, and how much it may record. ``bundles`` is their folder (None: none is written).
+    """Permissions of a session, and how much it may record. ``bundles`` is the folder of bundles (None: none are kept).
 
     ``skip`` are the samples of steps whose update is skipped. ``checks`` and ``own_checks`` are the checks to run
     (None: all of them). ``replays``: steps may be replayed. ``examine``: within the budget, or everything.

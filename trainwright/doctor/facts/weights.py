@@ -90,7 +90,7 @@ class UpdateFacts:
     weight_norm: float  # Norm of the weights with a gradient
     ratio: float  # Norm of the update / ``weight_norm``
     input_rms: float | None  # Largest root mean square of an input; None without a floating-point input
-    pull: float = 0.0  # Sum over the tensors of norm of the gradient x norm of the weights
+    gradient_times_weight: float = 0.0  # Sum over the tensors: norm of the gradient x norm of the weights
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ def update(session: ReplaySession) -> UpdateFacts:
         weight_norm=weight,
         ratio=norm_of({n: result.after[n] - result.before[n] for n in moved}, moved) / weight if weight else math.nan,
         input_rms=_rms(session.inputs),
-        pull=sum(norm_of(result.grads, [name]) * norm_of(result.before, [name]) for name in held),
+        gradient_times_weight=sum(norm_of(result.grads, [name]) * norm_of(result.before, [name]) for name in held),
     )
 
 

@@ -61,7 +61,7 @@ BUCKETS = 800
 """The number of spans kept once there are more than MAX_ROWS rows."""
 MAX_ROWS, MAX_NOTES = 16_000, 2000
 LONG_BYTES = 16 * 2**20
-"""Of a larger log, samples are shown until all of it was read."""
+"""A larger log may need several calls to be read. Until it was read completely, the page shows samples of it."""
 SAMPLES, SAMPLE_BYTES = 64, 2**16
 """The number of parts of a long log that are read ahead, and their size."""
 KEPT_RECORDS = (

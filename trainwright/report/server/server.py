@@ -142,7 +142,7 @@ class MarksChange(FileShape):
 
 @dataclass
 class PageState:
-    """What one page shows of one run: its log, numbers of rows and readings, parts (HTML), and the last refresh."""
+    """The state of one run on one page: its log, numbers of rows and readings, parts (HTML), and the last refresh."""
 
     log: str = ""
     read: int = 0

@@ -27,7 +27,7 @@ GROUP = GroupFacts(parameters=6, with_grad=6, lr=0.1)
 CALLS = CallsFacts(optimizers=(OptimizerFacts(6, 0, (GROUP,)),), carried=(0.0,))
 UPDATE = UpdateFacts(
     loss=2.0, after=1.9, optimizers=1, lr=(0.1,), weight_decay=(0.0,), decoupled=False, grad_norm=1.0,
-    norm_at_clip=None, weight_norm=7.0, ratio=0.01, input_rms=1.0, pull=7.0,
+    norm_at_clip=None, weight_norm=7.0, ratio=0.01, input_rms=1.0, gradient_times_weight=7.0,
 )  # fmt: skip
 
 
@@ -199,9 +199,9 @@ def test_weight_decay_too_high() -> None:
 
 
 def test_exploding_is_seen_at_the_first_updates_alone() -> None:
-    huge, code, made = replace(UPDATE, pull=7e4), "gradient.exploding", steps(*HEALTHY)
+    huge, code, made = replace(UPDATE, gradient_times_weight=7e4), "gradient.exploding", steps(*HEALTHY)
     assert fires(code, (1, huge), made=made) == ["warning"]
-    policy = replace(UPDATE, loss=1e-9, pull=7.0)  # a loss that is 0 on purpose
+    policy = replace(UPDATE, loss=1e-9, gradient_times_weight=7.0)  # a loss that is 0 on purpose
     assert fires(code, (1, policy), made=made) == []
     assert fires(code, (1, huge), made=steps(Z, F, B, clip(), S)) == ["info"]
     assert fires(code, (9, huge), made=made) == []

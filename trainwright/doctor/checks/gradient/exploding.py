@@ -28,11 +28,11 @@ def exploding(run: RunContext, exams: Every[UpdateFacts]) -> Results:
     Sources: Pascanu, Mikolov and Bengio 2013.
     """
     early = [(step, facts) for step, facts in exams if step <= MAX_STEP]
-    pulls = [(facts.pull / max(abs(facts.loss), 1.0), step, facts) for step, facts in early]
-    if not pulls:
+    ratios = [(facts.gradient_times_weight / max(abs(facts.loss), 1.0), step, facts) for step, facts in early]
+    if not ratios:
         return
-    pull, step, facts = pulls[-1]
-    if not all(each > MIN_RELATIVE_GRADIENT for each, _, _ in pulls):
+    ratio, step, facts = ratios[-1]
+    if not all(each > MIN_RELATIVE_GRADIENT for each, _, _ in ratios):
         return
     yield run.finding(
         step,
@@ -40,7 +40,7 @@ def exploding(run: RunContext, exams: Every[UpdateFacts]) -> Results:
         f"{facts.weight_norm:.3g}",
         severity="info" if any(kinds(each, "clip") for each in run.steps) else "warning",
         evidence=[
-            ("relative change of the loss / relative change of the weights", pull, f"below {MIN_RELATIVE_GRADIENT:g}")
+            ("relative change of the loss / relative change of the weights", ratio, f"below {MIN_RELATIVE_GRADIENT:g}")
         ],
         trial=RemedyTrial("clip_at", {"at": 1.0}),
     )
