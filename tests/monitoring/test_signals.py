@@ -80,6 +80,16 @@ def test_a_signal_that_was_named_is_heard() -> None:
     assert said == ["SIGHUP: saving at the end of this step; a second signal quits at once"]
 
 
+def test_signals_just_after_a_stopped_run_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    with listening(Signals(lambda _: None)):
+        os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGUSR1)  # would end the process
+    os.kill(os.getpid(), signal.SIGINT)
+    monkeypatch.setattr("trainwright.monitoring.signals.IGNORE_SIGNALS_S", 0.0)
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
 class Finalized:
     """Python drops what is raised in a finalizer."""
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -179,6 +180,7 @@ SLOW_DISK = """\
 import os
 import threading
 import time
+from contextlib import suppress
 
 from torch import nn
 
@@ -225,6 +227,19 @@ def test_a_storm_of_signals_leaves_a_run_to_go_on_with(folder: Path) -> None:
     assert running.returncode in (75, 130) and "Traceback" not in said, said
     newest, broken = newest_valid(folder / "runs/slow/checkpoints")
     assert newest is not None and not broken
+
+
+def test_signals_after_the_end_of_a_saved_run_do_not_change_its_exit_code(folder: Path) -> None:
+    running = start("train", "slow.yaml", "--set", "until=5000steps", cwd=folder)
+    wait_for_step(folder / "runs/slow/log.jsonl", 3)
+    running.send_signal(signal.SIGTERM)
+    while "next     trainwright resume" not in running.stdout and running.poll() is None:
+        time.sleep(0.001)
+    with suppress(ProcessLookupError):
+        while running.poll() is None:
+            running.send_signal(signal.SIGUSR1)
+    said, _ = running.communicate(timeout=50)
+    assert running.returncode == 75, said
 
 
 def test_an_error_in_a_callback_costs_no_step(folder: Path) -> None:

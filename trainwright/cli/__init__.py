@@ -10,6 +10,7 @@ from contextlib import suppress
 from trainwright.cli import running, before, jobs, after, views, agents  # isort: skip  (in the order of --help)
 from trainwright.cli.app import app
 from trainwright.cli.torchrun import leave_exit_code
+from trainwright.monitoring.signals import STOPPED_EXIT_CODE, ignore_late_signals
 from trainwright.report.failure import EXIT_INTERRUPTED
 
 __all__ = ["after", "agents", "app", "before", "jobs", "views", "main", "running"]
@@ -28,6 +29,8 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter flushes again
         raise SystemExit(141) from None  # the code of a program that SIGPIPE ended
     except SystemExit as end:
+        if end.code == STOPPED_EXIT_CODE:
+            ignore_late_signals()
         leave_exit_code(end.code or 0, os.environ)
         if end.code == EXIT_INTERRUPTED:
             sys.stdout.flush()

@@ -26,7 +26,10 @@ from trainwright.errors import UsageError
 REPEATED_SIGNAL_S = 5.0
 RESEND_AFTER_S = 0.02
 IGNORE_SIGNALS_S = 1.0
-"""Seconds after the second signal in which further ones are ignored, because they would interrupt the exit."""
+"""Seconds after the second signal, or after the run that the first one ended, in which further ones are ignored.
+
+They would interrupt the exit, or end a process whose run is saved with another exit code.
+"""
 STOPPED_EXIT_CODE = 75
 _DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
 GRACE_VARIABLE = "TRAINWRIGHT_GRACE_S"
@@ -66,6 +69,16 @@ def forward_signal(name: str, message: str) -> None:
         handler(number, sys._getframe())
     elif handler is not signal.SIG_IGN:
         raise SystemExit(STOPPED_EXIT_CODE)
+
+
+def ignore_late_signals() -> None:
+    """Ignore signals until the process ends, if a run that a signal ended has just been saved.
+
+    Python removes its own handlers before the process ends.
+    """
+    for number in signal.valid_signals():
+        if getattr(signal.getsignal(number), "__func__", None) is Signals._handle_late:
+            signal.signal(number, signal.SIG_IGN)
 
 
 def _default(number: int) -> Any:
@@ -109,7 +122,7 @@ class Signals:
         self.newest: Callable[[], str] = lambda: "not written yet"
         self.saving_s: Callable[[], float | None] = lambda: None
         self.received: int | None = None
-        self._received_s, self._quit_s = 0.0, -math.inf
+        self._received_s, self._quit_s, self._closed_s = 0.0, -math.inf, -math.inf
         self._on_received: Callable[[], None] = lambda: None
         self._before: dict[int, Any] = {}
         self._pid = -1
@@ -185,8 +198,8 @@ class Signals:
             raise StopRequest(self._stop(number))
 
     def _handle_late(self, number: int, _frame: FrameType | None) -> None:
-        """Ignore signals within IGNORE_SIGNALS_S of the second one. A later signal ends the process, as by default."""
-        if time.monotonic() - self._quit_s >= IGNORE_SIGNALS_S:
+        """Ignore signals within IGNORE_SIGNALS_S. A later signal ends the process, as by default."""
+        if time.monotonic() - max(self._quit_s, self._closed_s) >= IGNORE_SIGNALS_S:
             signal.signal(number, _default(number))
             signal.raise_signal(number)
 
@@ -287,9 +300,11 @@ class Signals:
         return self._stop(self.received)
 
     def close(self) -> None:
-        is_quitting = time.monotonic() - self._quit_s < IGNORE_SIGNALS_S
+        is_ending = self.received is not None
+        if is_ending:
+            self._closed_s = time.monotonic()
         for number, handler in self._before.items():
-            signal.signal(number, self._handle_late if is_quitting and handler in _DEFAULTS else handler)
+            signal.signal(number, self._handle_late if is_ending and handler in _DEFAULTS else handler)
         if self._before and sys.unraisablehook == self._on_dropped:
             sys.unraisablehook = self._hook
         self._before = {}
