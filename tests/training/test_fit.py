@@ -151,6 +151,9 @@ def test_mistakes_name_their_remedy() -> None:
         tw.fit({}, data(), nn.CrossEntropyLoss())  # type: ignore[arg-type]
     for given, said in (
         ({"learning_rate": 1}, "write lr= for learning_rate="),
+        ({"colour": 1, "shape": 2}, r"the arguments are [^;]*; see docs/how-to/train-your-model.md\Z"),
+        ({"eval_steps": 4, "save_every": 2}, r"'evaluation.every': \.\.\.} for eval_steps=.*'checkpoint.every'"),
+        ({"patience": 4, "fp16": True}, r"EarlyStopping\(patience=3\)] for patience=; write precision= for fp16="),
         ({"max_epochs": 4, "callbacks": []}, r"max_epochs and none callbacks(.|\n)*epochs= for .*observers= for"),
         ({"gradient_clip_val": 0.5}, r"settings={'optimizer.clip.at': ...}"),
         ({"num_workers": 2}, r"settings={'data.workers': ...}"),

@@ -106,12 +106,34 @@ _OTHER_NAMES = {
     "loss_fn": "loss",
     "dtype": "precision",
     "amp": "precision",
+    "fp16": "precision",
+    "bf16": "precision",
+    "mixed_precision": "precision",
+    "eval_steps": "evaluation.every",
+    "eval_every": "evaluation.every",
+    "eval_interval": "evaluation.every",
+    "val_check_interval": "evaluation.every",
+    "limit_val_batches": "evaluation.batches",
+    "per_device_eval_batch_size": "evaluation.batch",
+    "save_steps": "checkpoint.every",
+    "save_every": "checkpoint.every",
+    "save_interval": "checkpoint.every",
+    "save_total_limit": "checkpoint.keep",
+    "save_top_k": "checkpoint.keep",
+    "monitor": "checkpoint.best",
+    "metric_for_best_model": "checkpoint.best",
+    "logging_steps": "log.every",
+    "log_every": "log.every",
+    "log_interval": "log.every",
+    "log_every_n_steps": "log.every",
+    "devices": "parallel",
+    "strategy": "parallel",
     "output_dir": "folder",
     "default_root_dir": "folder",
     "logger": "log.sinks",
     "report_to": "log.sinks",
 }
-_EARLY_STOPPING = ("early_stopping", "early_stopping_patience", "patience")
+EARLY_STOPPING_KEYS = ("early_stopping", "early_stopping_patience", "patience")
 _OTHER_VALUES = {
     "gpu": "cuda",
     "float32": "fp32",
@@ -144,7 +166,7 @@ def for_unknown_key(keys: tuple[str, ...]) -> str:
         return _for_key_of_part(key, here, allowed, elsewhere)
     if key in _OTHER_NAMES:
         return f"write it as {_OTHER_NAMES[key]}"
-    if key in _EARLY_STOPPING:
+    if key in EARLY_STOPPING_KEYS:
         return "write observers: [{use: early_stopping, args: {patience: 3}}]"
     if elsewhere:
         return f"write it as {_either(elsewhere)}{'' if '.' in elsewhere[0] else ', at the top level'}"

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar, cast
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import numpy as np
 import torch
@@ -30,20 +30,19 @@ from trainwright.optim.user_optimizers import makes_own_groups, takes_first
 from trainwright.plan.trace.blueprint import fake_copy
 from trainwright.plan.trace.fake_tensors import UNTRACEABLE, fake_batch, fake_tensors
 from trainwright.recipe import Source, from_mapping
-from trainwright.recipe.outline import path_of_key
+from trainwright.recipe.outline import EARLY_STOPPING_KEYS, path_of_key
 from trainwright.recipe.resolve import LIVE, find
 from trainwright.training.custom_objects import named_metrics
 from trainwright.training.options import FitOptions, MetricsLike
 
-if TYPE_CHECKING:
-    pass
-
-
 P = ParamSpec("P")
 T = TypeVar("T")
 _BY_ARGUMENT = {
-    "data": ("train_dataloaders", "train_dataloader", "train_loader", "train_dataset", "dataset"),
-    "val": ("val_dataloaders", "val_dataloader", "val_loader", "val_dataset", "eval_dataset", "validation_data"),
+    "data": ("train_dataloaders", "train_dataloader", "train_loader", "train_dataset", "train_data", "dataset"),
+    "val": (
+        *("val_dataloaders", "val_dataloader", "val_loader", "val_dataset", "val_data", "validate", "validation_data"),
+        *("eval_dataset", "eval_data", "eval_loader"),
+    ),
     "loss": ("criterion", "loss_fn"),
     "epochs": ("max_epochs", "num_epochs", "num_train_epochs"),
     "steps": ("max_steps",),
@@ -58,13 +57,13 @@ _BY_ARGUMENT = {
     "metrics": ("compute_metrics",),
     "resume": ("ckpt_path", "resume_from_checkpoint"),
     "restore_best": ("load_best_model_at_end",),
-    "name": ("run_name",),
+    "name": ("run_name", "run", "experiment"),
     "quiet": ("verbose", "enable_progress_bar"),
 }
 _EQUIVALENTS = {theirs: ours for ours, names in _BY_ARGUMENT.items() for theirs in names}
 """Maps arguments of other trainers to the equivalent argument of ``fit``."""
 _FOLDERS = frozenset(
-    {"out", "out_dir", "output_dir", "default_root_dir", "log_dir", "logging_dir", "run_dir", "folder"}
+    {"out", "out_dir", "output_dir", "default_root_dir", "log_dir", "logging_dir", "run_dir", "save_dir", "folder"}
 )
 """Arguments of other trainers for the folder in which a run writes."""
 
@@ -85,14 +84,16 @@ def require_known(function: str, given: Iterable[str], known: Iterable[str]) -> 
     """Raise UsageError, with a remedy for each name, if ``given`` has names that are not in ``known``."""
     if unknown := [name for name in given if name not in known]:
         what = f"{function}: there is no argument {' and none '.join(unknown)}"
-        raise UsageError(what, remedy="; ".join(_remedy(name, known) for name in unknown))
+        raise UsageError(what, remedy="; ".join(dict.fromkeys(_remedy(name, known) for name in unknown)))
 
 
 def _remedy(name: str, known: Iterable[str]) -> str:
     if name in _EQUIVALENTS:
         return f"write {_EQUIVALENTS[name]}= for {name}="
+    if name in EARLY_STOPPING_KEYS:
+        return f"write observers=[tw.EarlyStopping(patience=3)] for {name}="
     if path := "folder" if name in _FOLDERS else path_of_key(name):
-        return f"write settings={{'{path}': ...}} for {name}="
+        return f"write {path}= for {name}=" if path in known else f"write settings={{'{path}': ...}} for {name}="
     close = difflib.get_close_matches(name[:100], [*known], n=1, cutoff=0.6)
     return (
         f"did you mean {close[0]}=?"
