@@ -176,6 +176,19 @@ def test_an_override_heals_the_file(path: Path) -> None:
     assert load(path, environ={}, overrides=["optimizer.lr=1"]).recipe.optimizer.lr == 1.0
 
 
+def test_another_best_metric_gets_its_own_mode(path: Path) -> None:
+    path.write_text(TEXT + "checkpoint: {best: loss, best_mode: min, keep: 2}\n")
+
+    def mode(*overrides: str) -> str:
+        loaded = load(path, overrides=overrides, environ={})
+        assert loaded.recipe.checkpoint.keep == 2
+        return loaded.recipe.checkpoint.best_mode
+
+    assert mode() == "min"
+    assert mode("checkpoint.best=accuracy") == "max"
+    assert mode("checkpoint.best_mode=min", "checkpoint.best=accuracy") == "min"
+
+
 def test_integers_of_numpy_are_integers() -> None:
     recipe = from_mapping(
         {"model": "mlp", "data": {"train": "digits"}},

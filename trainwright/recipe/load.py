@@ -118,9 +118,23 @@ def _keys(path: object, where: str, problems: list[Problem]) -> tuple[str, ...] 
 
 
 def apply(document: Document, overrides: Iterable[Override]) -> None:
-    """Apply the overrides to the document, in their order; copies the containers that it changes."""
+    """Apply the overrides to the document, in their order; copies the containers that it changes.
+
+    Another ``checkpoint.best`` drops the document's ``best_mode``, which belongs to the metric that it replaces.
+    """
+    overrides = list(overrides)
+    paths = {override.keys for override in overrides}
+    if ("checkpoint", "best") in paths and ("checkpoint", "best_mode") not in paths:
+        _drop_best_mode(document)
     for override in overrides:
         _put_value(document, override)
+
+
+def _drop_best_mode(document: Document) -> None:
+    assert isinstance(document.value, Mapping)
+    if isinstance(section := document.value.get("checkpoint"), Mapping):
+        kept = {key: value for key, value in section.items() if key != "best_mode"}
+        document.value = {**document.value, "checkpoint": kept}
 
 
 def _put_value(document: Document, override: Override) -> None:
