@@ -14,19 +14,20 @@ from trainwright.runs.records import Watched
 def accumulation_discarded(run: RunContext) -> Results:
     """Gradients are cleared between the micro-batches of a step, so only the last ones reach the update.
 
-    Why it matters: the batch is smaller than configured by the number of discarded micro-batches, and its gradient is
-    still divided by the full number.
+    Why it matters: the update uses fewer micro-batches than configured, and its gradient is still divided by the full
+    number.
 
-    How it is detected: in half of the steps `zero_grad()` comes between backward passes, and each backward pass has a
-    batch of its own.
+    How it is detected: in at least two steps, and at least half of all, `zero_grad()` comes between two backward passes
+    of the step, and each backward pass has its own batch.
 
-    Exceptions: gradients that the loop has used by hand (extragradient, projections); several losses on one batch.
+    Exceptions: loops that use the gradients by hand before they clear them (extragradient, projections); several losses
+    on one batch.
 
     Usual cause: `zero_grad()` is in the loop over micro-batches, before the `if` that steps.
 
-    Looks like: optim.zero_grad_before_step, where nothing is left at all.
+    Looks like: optim.zero_grad_before_step, where all gradients of the step are cleared.
 
-    Fix: `zero_grad()` once for each window: right after `optimizer.step()`, in the same `if`.
+    Fix: call `optimizer.zero_grad()` only right after `optimizer.step()`, in the same `if`.
 
     Sources: RAE#67.
     """
@@ -43,7 +44,7 @@ def accumulation_discarded(run: RunContext) -> Results:
     total = _num_backward(step)
     yield run.finding(
         step.step,
-        symptom=f"of {total} micro-batches only {total - lost} are in the update",
+        symptom=f"the gradients of {lost} out of {total} micro-batches are cleared before the update",
         since_step=counts[0][0].step,
         evidence=[("backward passes whose gradients are dropped", lost, 0)],
     )

@@ -8,19 +8,20 @@ from trainwright.doctor.facts.loss import AccumulationFacts
 def accumulation_not_normalised(run: RunContext, exams: Every[AccumulationFacts]) -> Results:
     """The losses of accumulated micro-batches are not divided by their number, or are divided by a wrong one.
 
-    Why it matters: the gradient is that many times too large, so each change of the accumulation changes the run. With
-    clipping, every step is clipped.
+    Why it matters: the gradient grows with the number of micro-batches. With clipping, every step is clipped.
 
     How it is detected: a replay computes, for each micro-batch of a step, the derivative of the tensor that
-    `backward()` was called on with respect to the mean loss of the micro-batch. The sum of these derivatives must be 1.
+    `backward()` was called on with respect to the mean loss of the micro-batch. The sum of these derivatives must be 1;
+    below 0.9 or above 1.1 is reported.
 
-    Exceptions: losses that are sums, several losses on one batch, and gradients that the loop scales by hand. A short
-    window at the end of an epoch is reported only with -v.
+    Exceptions: losses that are sums, several losses on one batch, and gradients that the loop scales by hand. A shorter
+    last step of an epoch is reported only with -v.
 
-    Usual cause: `loss.backward()` without `/ accumulation`, or a short window divided by the full number.
+    Usual cause: `loss.backward()` without `/ accumulation`, or the shorter last step of an epoch is divided by the full
+    number.
 
-    Fix: `(loss / accumulation).backward()`. For micro-batches with unequal numbers of targets, only this is exact:
-    divide sums of losses by the number of targets in the window.
+    Fix: `(loss / accumulation).backward()`. If micro-batches have unequal numbers of targets, use sums
+    (`reduction="sum"`) divided by the number of targets in all micro-batches of the step.
 
     Sources: guided-diffusion#111, verl#436, huggingface/transformers#34191.
     """
@@ -52,11 +53,11 @@ def accumulation_not_normalised(run: RunContext, exams: Every[AccumulationFacts]
         if of_transformers
         else f"call backward() on loss / {len(weights)}"
         if is_sum
-        else "divide by the micro-batches that the step has",
+        else "divide by the number of micro-batches in this step",
         severity="warning" if is_sum or len(off) == len(seen) else "info",
         since_step=off[0][0],
         evidence=[
-            ("sum of the weights of the micro-batches", sum(weights), 1.0),
+            ("sum of the factors of the micro-batch losses", sum(weights), 1.0),
             ("steps like this", f"{len(off)} of {len(seen)}"),
         ],
     )

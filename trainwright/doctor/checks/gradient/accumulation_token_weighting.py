@@ -12,17 +12,17 @@ MIN_RELATIVE_ERROR = 0.25  # Relative distance of a micro-batch's weight from it
 def accumulation_token_weighting(run: RunContext, exams: Every[AccumulationFacts]) -> Results:
     """Micro-batches with unequal numbers of targets have equal weights, so targets of short ones count too much.
 
-    How it is detected: the number of elements over which each micro-batch takes its mean, in a replayed step. The
-    largest number is at least 1.5 times the smallest, and they vary more than random masking explains.
+    How it is detected: a replayed step shows over how many elements each micro-batch takes its mean. The largest number
+    is at least 1.5 times the smallest, and the numbers vary more than random masking explains.
 
-    Exceptions: a single step in which only the last micro-batch has another number.
+    Exceptions: a single step in which only the last micro-batch has a different number of targets.
 
-    Usual cause: the mean of each micro-batch is over its own tokens, and then the means are averaged.
+    Usual cause: each micro-batch takes the mean over its own tokens, and the means are averaged.
 
     Looks like: gradient.accumulation_not_normalised, which is off by a constant factor.
 
-    Fix: `tokens = sum(int((t != -100).sum()) for t in window)`, then
-    `(F.cross_entropy(z, t, reduction="sum") / tokens).backward()` for each micro-batch.
+    Fix: `tokens = sum(int((t != -100).sum()) for t in targets)` over all micro-batches of the step, then
+    `(F.cross_entropy(logits, t, reduction="sum") / tokens).backward()` for each.
 
     Sources: huggingface/transformers#34191, huggingface/transformers#35203.
     """
@@ -41,7 +41,7 @@ def accumulation_token_weighting(run: RunContext, exams: Every[AccumulationFacts
     step, counts = found[-1]
     yield run.finding(
         step,
-        symptom=f"targets count for up to {max(counts) / min(counts):.2g} times as much as others in the same step",
+        symptom=f"some targets count {max(counts) / min(counts):.2g} times as much as others in the same step",
         since_step=found[0][0],
         evidence=[("targets of the micro-batches", counts, "equal, or weighted by their number")],
     )

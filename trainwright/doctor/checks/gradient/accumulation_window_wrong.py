@@ -10,24 +10,23 @@ MIN_FRACTION = 0.75  # Fraction of steps with too few micro-batches. The last st
 
 @check(points_at="step", stage="backward", confidence=0.9)
 def accumulation_window_wrong(run: RunContext, facts: CallsFacts) -> Results:
-    """An update has a different number of micro-batches than it should.
+    """An update accumulates the wrong number of micro-batches.
 
-    Why it matters: such an update is too large or too small. If it includes gradients of the previous epoch, it mixes
-    gradients of old and new weights.
+    Why it matters: the update is too large or too small, and its gradient is divided by another number than was summed.
 
-    How it is detected: backward passes between updates are counted. Three quarters of the steps have fewer than was
-    passed to `tw.watch(accumulation=...)`; or the first update has one backward pass and the next ones have several; or
-    the first update of an epoch has a full window plus the micro-batches left over from the previous epoch.
+    How it is detected: backward passes between updates are counted. At least three quarters of the steps have fewer
+    than was passed to `tw.watch(accumulation=...)`; or the first update has one backward pass and the next ones have
+    several; or the first update of an epoch also contains the micro-batches left over from the previous epoch.
 
-    Exceptions: windows that run on across epochs (they have the usual length), windows of changing length, and another
-    loss whose gradients are cleared before the backward pass of this one, such as an actor's in the critic.
+    Exceptions: steps that continue across epochs with the usual number, numbers that change during the run, and
+    gradients of another loss that are cleared before this backward pass, such as the actor's in the critic.
 
     Usual cause: `if i % n == 0: step()` steps after the first micro-batch instead of the last; or the number of batches
     is not a multiple of the accumulation, and nothing steps at the end of the epoch.
 
     Looks like: optim.missing_zero_grad, where gradients are left over in every step.
 
-    Fix: step where `(i + 1) % n == 0` and at the end of the epoch; divide by the number of micro-batches in the window.
+    Fix: step where `(i + 1) % n == 0` and at the end of the epoch; divide by the number of micro-batches in the step.
     """
     seen = [each for each in run.steps if "blind" not in each.values]
     counts = {each.step: n for each in seen if (n := len(kinds(each, "backward")))}
@@ -44,9 +43,9 @@ def accumulation_window_wrong(run: RunContext, facts: CallsFacts) -> Results:
             yield run.finding(
                 step,
                 symptom=f"the update of step {step} has {total} micro-batches, not {usual}",
-                cause="the last, short window of an epoch is added to the first window of the next one",
+                cause="micro-batches left over at the end of an epoch are added to the first update of the next one",
                 sure=0.95,
-                evidence=[("backward passes in the window", total, usual)],
+                evidence=[("backward passes of this update", total, usual)],
             )
     other = [n for n in counts.values() if n < declared]
     later = [n for step, n in counts.items() if step > 1]
@@ -67,7 +66,7 @@ def accumulation_window_wrong(run: RunContext, facts: CallsFacts) -> Results:
         yield run.finding(
             1,
             symptom=f"the first update has 1 micro-batch, and the next ones have {usual}",
-            cause="the loop steps after the first micro-batch of a window instead of the last: i % n == 0",
+            cause="the loop steps after the first micro-batch instead of after the last: i % n == 0",
             sure=0.8,
             since_step=1,
             evidence=[("backward passes of the first update", 1, usual)],

@@ -10,9 +10,9 @@ PROGRESS_FRACTION = 0.1  # If the loss falls by this fraction, training works in
 
 @check(points_at="clip", stage="clip", confidence=0.9, explains=("optim.lr_too_low",))
 def clip_always_active(run: RunContext) -> Results:
-    """Every step is clipped by a large factor, and the loss hardly falls.
+    """Gradient clipping shrinks every step by a large factor, and the loss hardly falls.
 
-    Why it matters: each update has the same tiny length, whatever the gradient is: with SGD that is a learning rate
+    Why it matters: each update has the same tiny length, whatever the gradient is. With SGD this is a learning rate
     many times smaller.
 
     How it is detected: in each of at least 16 clips the norm is more than 100 times the threshold, and the loss has
@@ -23,7 +23,7 @@ def clip_always_active(run: RunContext) -> Results:
     Looks like: gradient.clip_before_unscale, where the norm is wrong by the loss scale;
     gradient.accumulation_not_normalised, where it is wrong by the number of micro-batches.
 
-    Fix: log the norm that `clip_grad_norm_` returns, and take a threshold near its 90th percentile; 1.0 is usual for
+    Fix: log the norm that `clip_grad_norm_` returns, and use a threshold near its 90th percentile; 1.0 is usual for
     transformers.
     """
     clips = [(r.step, c["norm"] / max(c["at"], 1e-30)) for r in run.steps for _, c in kinds(r, "clip") if c["norm"]]
@@ -34,8 +34,8 @@ def clip_always_active(run: RunContext) -> Results:
     if first - last < PROGRESS_FRACTION * abs(first):
         typical = sorted(ratio for _, ratio in clips)[len(clips) // 2]
         yield run.finding(
-            symptom=f"every step's gradients are made {typical:.3g} times smaller, and the loss goes from {first:.4g} "
-            f"to {last:.4g} in {len(losses)} steps",
+            symptom=f"clipping makes the gradients of every step {typical:.3g} times smaller, and the loss goes "
+            f"from {first:.4g} to {last:.4g} in {len(losses)} steps",
             since_step=clips[0][0],
             evidence=[("norm / threshold", typical, "around 1")],
             trial=RemedyTrial("clip_at", {"at": 1.0}),

@@ -21,13 +21,14 @@ SCALED_THRESHOLD_FRACTION = 0.02
     ),
 )
 def clip_before_unscale(run: RunContext, facts: ScalerFacts) -> Results:
-    """Gradients are clipped while they still contain the loss scale.
+    """Gradients are clipped before they are unscaled, while they still contain the loss scale.
 
-    Why it matters: their norm is about 65536 times too large, so every step is clipped, and after unscaling the
-    gradient is a tiny part of what it should be. Adam hides this, except in its eps.
+    Why it matters: their norm is about 65536 times too large (the initial scale of `GradScaler`), so every step is
+    clipped, and after unscaling the gradient is a tiny part of what it should be. Adam is hardly affected until
+    gradients are as small as its eps.
 
-    How it is detected: gradients of a scaled loss are clipped before they are unscaled, at a threshold that does not
-    include the scale.
+    How it is detected: gradients of a loss scaled by 64 or more are clipped before they are unscaled, and the threshold
+    is at most 2 % of the scale.
 
     Usual cause: `clip_grad_norm_` comes before `scaler.unscale_(optimizer)`, or that call is missing.
 

@@ -7,15 +7,16 @@ from trainwright.runs.records import Watched
 
 @check(points_at="clip", stage="clip", confidence=0.95)
 def clip_no_effect(run: RunContext) -> Results:
-    """Clipping is called, and updates are made with gradients above the threshold.
+    """Gradient clipping has no effect: updates are made with gradients above the threshold.
 
-    How it is detected: every clip comes after its gradients were applied or before they exist, or it gets no
-    parameters, and the norm at the update is above the threshold.
+    How it is detected: every clip comes after `step()`, or before there are gradients, or gets no parameters; and the
+    norm at the update is above the threshold.
 
-    Usual cause: the clip comes after `step()` or before `backward()`; or it gets an iterator that was used up
-    (`filter`, `map`, `parameters()` can be walked only once).
+    Usual cause: the clip comes after `step()` or before `backward()`; or it gets an iterator that is used up: `filter`,
+    `map` and the result of `parameters()` can be iterated only once.
 
-    Fix: clip between the last `backward()` and `step()`, with `model.parameters()` called again or a list of it.
+    Fix: call `clip_grad_norm_(model.parameters(), max_norm)` between the last `backward()` and `step()`. Pass a new
+    `model.parameters()` or a list.
 
     Sources: nano-world-model PR 22.
     """
@@ -37,9 +38,9 @@ def clip_no_effect(run: RunContext) -> Results:
     yield run.finding(
         step.step,
         symptom=f"updates are made with gradients of norm {step.grad_norm:.3g}, though they are clipped at {at:g}",
-        cause="the clip gets no parameters: an iterator can be walked only once" if step in empty else "",
+        cause="the clip gets no parameters: its iterator is used up" if step in empty else "",
         since_step=over[0][0].step,
-        evidence=[("order", order), ("norm at the update", step.grad_norm, at)],
+        evidence=[("order of the calls", order), ("norm at the update", step.grad_norm, at)],
     )
 
 

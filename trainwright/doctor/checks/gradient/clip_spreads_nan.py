@@ -7,13 +7,14 @@ from trainwright.doctor.nonfinite import CONSEQUENCES, traced_at
 def clip_spreads_nan(run: RunContext) -> Results:
     """Clipping makes all gradients NaN, because one of them was: each is divided by a total norm that is NaN.
 
-    How it is detected: the gradients are read before and after the clip of a step whose norm is not finite.
+    How it is detected: a step has gradients that are not finite. Clipping makes more gradients non-finite than there
+    were before.
 
-    Usual cause: the loop or a hook writes a bad gradient after the backward pass, or the value arose earlier, and
-    another finding names its origin.
+    Usual cause: the loop or a hook writes NaN or infinity into a gradient after the backward pass, or the value arose
+    earlier, and another finding names its origin.
 
-    Fix: `clip_grad_norm_(params, 1.0, error_if_nonfinite=True)`, or `if torch.isfinite(norm): optimizer.step()`; then
-    find the code that writes the first one.
+    Fix: `clip_grad_norm_(params, 1.0, error_if_nonfinite=True)`, or `if torch.isfinite(norm): optimizer.step()`. Then
+    find the code that makes the first bad gradient.
 
     Sources: pytorch/pytorch #46849, habitat-lab #2226.
     """

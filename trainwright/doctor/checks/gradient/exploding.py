@@ -9,21 +9,21 @@ MIN_RELATIVE_GRADIENT = 300.0
 
 @check(stage="backward", confidence=0.8, explains=("optim.lr_too_high",))
 def exploding(run: RunContext, exams: Every[UpdateFacts]) -> Results:
-    """Gradients are far too large before anything is trained.
+    """Gradients explode in the first steps, before anything is trained.
 
-    How it is detected: in the first four steps, the norm of the gradient times the norm of the weights, summed over
-    the tensors, is more than 300 times the loss. A loss below 1 counts as 1, because a loss near 0, as that of a
-    policy, is no evidence.
+    How it is detected: in the first four steps, the norm of the gradient times the norm of the weights, summed over the
+    tensors, is more than 300 times the loss. A loss below 1 counts as 1, because some losses, such as that of a policy,
+    are near 0.
 
     Exceptions: reported only with -v where gradients are clipped.
 
-    Usual cause: gradients grow by a factor for each layer or time step, as in an RNN whose recurrent weights have a
-    norm above 1, or in a deep network without normalization.
+    Usual cause: gradients grow by a factor with each layer or time step: an RNN whose recurrent weights have a norm
+    above 1, or a deep network without normalization.
 
     Looks like: optim.lr_too_high, where the first gradients are normal; inputs or targets that are not normalized.
 
     Fix: `clip_grad_norm_(model.parameters(), 1.0)`; `nn.init.orthogonal_(rnn.weight_hh_l0)`, or an LSTM instead of a
-    plain RNN; detach the hidden state every k steps.
+    plain RNN; `hidden = hidden.detach()` every k time steps.
 
     Sources: Pascanu, Mikolov and Bengio 2013.
     """
@@ -36,7 +36,7 @@ def exploding(run: RunContext, exams: Every[UpdateFacts]) -> Results:
         return
     yield run.finding(
         step,
-        symptom=f"the norm of gradients is {facts.grad_norm:.3g} at a loss of {facts.loss:.3g} and weights of norm "
+        symptom=f"the gradient norm is {facts.grad_norm:.3g} at a loss of {facts.loss:.3g} and weights of norm "
         f"{facts.weight_norm:.3g}",
         severity="info" if any(kinds(each, "clip") for each in run.steps) else "warning",
         evidence=[

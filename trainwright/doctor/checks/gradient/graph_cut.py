@@ -8,18 +8,19 @@ def graph_cut(run: RunContext, facts: WiringFacts, seen: Every[WiringFacts]) -> 
     """The autograd graph is cut inside the model, so weights that the optimizer holds get no gradient.
 
     How it is detected: a replay records each function that gets tensors with a graph and returns one without, and the
-    weights before it that get no gradient and do not change. Values that return from a NumPy array or a list have none.
+    weights before it that get no gradient and do not change. A value that comes back from NumPy or a Python list has no
+    graph.
 
     Exceptions: a stop-gradient is reported only with -v if it is outside of the trained path (a teacher, a target), or
     if the weights that it cuts off were trained earlier.
 
     Usual cause: `.detach()`, `.data`, `.item()`, NumPy, an integer conversion or `torch.no_grad()` in `forward`; a
-    codebook loss of the result of a straight-through estimator.
+    codebook loss that uses the output of a straight-through estimator.
 
     Looks like: gradient.zero_behind_rounding, where there is a gradient of 0; frozen parameters.
 
-    Fix: remove it, or freeze what is not trained by `requires_grad_(False)`; with reentrant checkpointing use
-    `checkpoint(f, x, use_reentrant=False)`.
+    Fix: remove the operation that the finding names, or freeze these weights with `requires_grad_(False)`. With
+    reentrant checkpointing use `checkpoint(f, x, use_reentrant=False)`.
     """
     known = [(each, standing(run, each.behind, seen[-1][0])) for each in facts.cuts]
     cut, behind = next(((each, names) for each, names in known if names), (None, None))
@@ -29,7 +30,7 @@ def graph_cut(run: RunContext, facts: WiringFacts, seen: Every[WiringFacts]) -> 
     yield run.finding(
         seen[-1][0],
         symptom=f"{len(behind)} weights that the optimizer holds get no gradient: {listed(behind)}",
-        cause=f"{cut.how} in {cut.inside or 'the model'} ends the graph above {cut.last or 'them'}",
+        cause=f"{cut.how} in {cut.inside or 'the model'} ends the graph after {cut.last or 'them'}",
         severity="info" if is_left_as_it_is(run, behind) else "critical" if is_most else "warning",
         where=Where(module=cut.last, op=cut.how, source=cut.line or run.line_of(f"op:{cut.how}", seen[-1][0])),
         evidence=[("weights behind the cut", len(behind), 0)],

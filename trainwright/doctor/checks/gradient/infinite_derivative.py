@@ -17,7 +17,7 @@ def infinite_derivative(run: RunContext) -> Results:
 
     Looks like: gradient.where_hides_nan, where the bad value is also discarded.
 
-    Fix: `torch.linalg.vector_norm`, whose gradient at 0 is 0; an eps under the root; `clamp(-1 + 1e-6, 1 - 1e-6)`
+    Fix: `torch.linalg.vector_norm`, whose gradient at 0 is 0; `torch.sqrt(x + 1e-8)`; `x.clamp(-1 + 1e-6, 1 - 1e-6)`
     before `acos`.
 
     Sources: pytorch/pytorch #2421, #8069, #187297, arcface-pytorch #68.
@@ -28,10 +28,10 @@ def infinite_derivative(run: RunContext) -> Results:
             "sqrt_at_zero_backward": Mechanism(
                 "{op}{place} is taken of 0: the value is 0, its derivative is infinite, and 0 times that is NaN",
                 guard="guarded",
-                fix="an eps under the root, or torch.linalg.vector_norm, whose gradient at 0 is 0",
+                fix="add an eps under the root, or use torch.linalg.vector_norm, whose gradient at 0 is 0",
             ),
             "domain_edge_backward": Mechanism(
-                "{op}{place} is finite at the edge of its domain, its derivative is not",
+                "{op}{place} is finite at the edge of its domain, but its derivative is infinite",
                 guard="guarded",
                 fix="clamp its input to the inside of the domain",
             ),

@@ -6,12 +6,13 @@ from trainwright.doctor.facts.wiring import SavedFacts
 def recompute_mismatch(run: RunContext, facts: SavedFacts) -> Results:
     """Under activation checkpointing a module returns different values in backward than in forward.
 
-    How it is detected: checksums of the outputs of every module in both passes, on a replay.
+    How it is detected: a replay compares checksums of the outputs of every module in both passes.
 
     Usual cause: the checkpointed part draws random numbers (dropout) and the random state is not restored, or its
-    forward changes a state.
+    forward changes a buffer or an attribute.
 
-    Fix: `checkpoint(..., preserve_rng_state=True)`, which is the default; no counters and caches inside.
+    Fix: `checkpoint(..., preserve_rng_state=True)`, which is the default; move counters and caches out of the
+    checkpointed part.
 
     Sources: OLMo-core#828.
     """

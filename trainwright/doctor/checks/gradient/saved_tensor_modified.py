@@ -8,17 +8,18 @@ def saved_tensor_modified(run: RunContext, facts: SavedFacts) -> Results:
 
     Why it matters: the gradient is wrong and there is no error.
 
-    How it is detected: checksums of saved tensors in forward and in backward, on a replay.
+    How it is detected: a replay compares checksums of the saved tensors in forward and in backward.
 
-    Usual cause: `.data` or NumPy writes to a tensor behind autograd's back.
+    Usual cause: an in-place write through `.data` or NumPy, which autograd cannot detect.
 
-    Fix: work out of place, `h = h * mask`, not `h.data.mul_(mask)`.
+    Fix: write `h = h * mask` instead of `h.data.mul_(mask)`.
 
     Sources: pytorch/pytorch#6990.
     """
     if facts.modified:
         yield run.finding(
-            symptom=f"{len(facts.modified)} tensors that {in_words(facts.modified[0])} saved were changed later",
+            symptom=f"{len(facts.modified)} tensors that {in_words(facts.modified[0])} saved for backward changed "
+            "later",
             where=Where(module=facts.modified[0]),
             evidence=[("changed tensors", len(facts.modified), 0)],
         )

@@ -14,14 +14,15 @@ ACTION_TEXTS = {
 def spike(run: RunContext) -> Results:
     """The gradient norm of a step is many times the usual one, and larger than at the start of the run.
 
-    How it is detected: the spike detector of the watch, in every step.
+    How it is detected: the norm is more than 8 times the median of the last 64 steps and at least 6 standard deviations
+    above it, but not in the first 16 steps.
 
     Exceptions: reported only with -v where the gradient was clipped, or where the loss has returned to its earlier
     level.
 
     Usual cause: a batch that is unlike the others, a learning rate that was raised, or a steep region of the loss.
 
-    Fix: look at the samples of this step. Clip the gradient norm, or leave such updates out: `on_spike="skip"` in
+    Fix: examine the samples of this step. Clip the gradient norm, or skip such updates: `on_spike="skip"` in
     `tw.watch`, `spikes.policy: skip` in a recipe.
     """
     spikes = [each for each in run.steps if (seen := each.values.get("spike") or ()) and seen[0] > seen[2]]
@@ -33,7 +34,7 @@ def spike(run: RunContext) -> Results:
     yield run.finding(
         first.step,
         symptom=f"the gradient norm is {norm:.3g}, {norm / usual:.0f} times the usual one",
-        remedy='look at the samples of this step, or leave such updates out: `on_spike="skip"`' if is_clipped else "",
+        remedy='examine the samples of this step, or skip such updates: `on_spike="skip"`' if is_clipped else "",
         severity="info" if action == "warn" and (is_clipped or _went_on_well(run, first.step)) else "warning",
         since_step=first.step,
         evidence=[

@@ -9,19 +9,19 @@ MAX_STEP_OF_SATURATION = 64  # If gradients have shrunk by this step and had not
 
 @check(stage="backward", confidence=0.9, explains=("model.output_same_for_all_samples",))
 def vanishing(run: RunContext, looks: Every[LayersFacts]) -> Results:
-    """Gradients shrink from layer to layer: those of the first layers are 1e-5 of the last, or less.
+    """Gradients shrink from layer to layer: those of the first layer are at most 1e-5 of the largest.
 
-    Why it matters: the lower half of the model stays random.
+    Why it matters: the first layers stay at their random initial values.
 
-    How it is detected: the gradients of the weight matrices right before the update, in the order in which their
-    modules are called. Not in float16, in which small gradients round to 0. If the gradients shrink only after the
-    first steps, but by step 64, the updates are the cause.
+    How it is detected: from the gradients of at least four weight matrices right before the update, in the order in
+    which their modules are called. Not in float16, in which small gradients round to 0. If the gradients shrink only
+    after the first steps, but by step 64, the first updates are the cause.
 
     Usual cause: saturating activations (sigmoid, tanh) or small weights in a deep network without residual connections.
 
     Looks like: model.dead_relu, precision.fp16_underflow.
 
-    Fix: ReLU or GELU instead of sigmoid and tanh; residual connections with a normalisation; Kaiming initialisation.
+    Fix: ReLU or GELU instead of sigmoid and tanh; residual connections with normalization; Kaiming initialization.
 
     Sources: AutoTrainer (Zhang et al., ICSE 2021).
     """
@@ -43,7 +43,7 @@ def vanishing(run: RunContext, looks: Every[LayersFacts]) -> Results:
         if is_saturated
         else "",
         remedy="a tenth of the learning rate, or a warm-up" if is_saturated else "",
-        symptom=f"the gradient of {depth[0].module} is {ratio:.0e} of that of {depth[-1].module}",
+        symptom=f"the gradient of {depth[0].module} is {ratio:.0e} of the largest one of the later layers",
         severity="critical" if from_start else "warning",
         sure=0.9 if from_start else 0.5,
         where=Where(module=depth[0].module),

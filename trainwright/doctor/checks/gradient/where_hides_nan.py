@@ -7,11 +7,11 @@ def where_hides_nan(run: RunContext) -> Results:
     """`torch.where` or `masked_fill` discards a bad value, but not its gradient: 0 times infinity is NaN.
 
     How it is detected: the step is replayed operation by operation; the first non-finite gradient belongs to a value
-    that a selection has discarded in the forward pass.
+    that `torch.where` or `masked_fill` has discarded in the forward pass.
 
     Usual cause: `torch.where(x > 0, x.log(), 0)`: both branches are differentiated.
 
-    Looks like: gradient.infinite_derivative, without a selection.
+    Looks like: gradient.infinite_derivative, where no value is discarded.
 
     Fix: make the input safe before the operation: `torch.where(x > 0, torch.where(x > 0, x, 1.0).log(), 0.0)`.
 

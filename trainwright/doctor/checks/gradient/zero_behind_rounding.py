@@ -7,12 +7,12 @@ from trainwright.doctor.facts.weights import WeightsFacts
 def zero_behind_rounding(run: RunContext, facts: ModulesFacts, weights: WeightsFacts) -> Results:
     """Gradients are exactly 0 before a rounding operation, so the weights there do not learn.
 
-    How it is detected: the autograd graph of the loss contains `round`, `floor`, `ceil`, `trunc` or `sign`.
-    Parameters that the graph reaches only through this function have a gradient of exactly 0 at every examination.
+    How it is detected: the autograd graph of the loss contains `round`, `floor`, `ceil`, `trunc` or `sign`. Parameters
+    that the loss reaches only through this function have a gradient of exactly 0 in every examined step.
 
     Exceptions: a straight-through estimator, which leaves another path.
 
-    Usual cause: the derivative of a rounding is 0 everywhere, so every gradient in front of it is exactly 0.
+    Usual cause: quantization or a hard threshold in `forward`. The derivative of rounding is 0 everywhere.
 
     Looks like: gradient.graph_cut, where there is no gradient at all.
 
@@ -26,7 +26,8 @@ def zero_behind_rounding(run: RunContext, facts: ModulesFacts, weights: WeightsF
     if names:
         yield run.finding(
             weights.steps,
-            symptom=f"the gradients of {listed(names)} are exactly 0: only {facts.flat}() leads to them",
+            symptom=f"the gradients of {listed(names)} are exactly 0: the loss depends on them only through "
+            f"{facts.flat}()",
             where=Where(module=names[0].rpartition(".")[0], op=facts.flat),
             evidence=[("weights whose gradient is always 0", len(names), 0)],
         )
