@@ -6,24 +6,25 @@ MIN_DISTANCE = 0.5  # Standard deviations of the input of a normalization
 
 @check(stage="loop", confidence=0.9, since_step=1)
 def average_without_buffers(run: RunContext, facts: AveragesFacts) -> Results:
-    """A moving average of the weights is evaluated with the running statistics that it began with.
+    """A moving average of the weights (EMA) is evaluated with outdated running statistics of BatchNorm.
 
     Why it matters: BatchNorm shifts and scales by statistics of other weights, so the average looks far worse than it
     is.
 
     How it is detected: a module follows the weights gradually. It is called in eval mode while the running means of all
-    its normalizations are still those of step 24, half a standard deviation away from those of the trained module.
+    its normalizations are unchanged since step 24, and one is more than half a standard deviation away from that of the
+    trained module.
 
     Exceptions: an average in train mode, and statistics that are computed again before it is evaluated.
 
-    Usual cause: the average (EMA) takes the parameters and leaves out the buffers of BatchNorm.
+    Usual cause: the average updates only the parameters, not the buffers of BatchNorm.
 
     Fix: copy the buffers after each update, or compute them again before an evaluation:
 
         for mine, theirs in zip(average.buffers(), model.buffers()):
             mine.copy_(theirs)
 
-        torch.optim.swa_utils.update_bn(loader, average)
+        torch.optim.swa_utils.update_bn(loader, average)  # or this, before an evaluation
 
     `torch.optim.swa_utils.AveragedModel(model, use_buffers=True)` averages them.
 

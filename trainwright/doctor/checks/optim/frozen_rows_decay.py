@@ -10,9 +10,9 @@ def frozen_rows_decay(run: RunContext, facts: ModulesFacts) -> Results:
     pass and right before the update. In at least 8 rows, and a quarter of those used, the gradient was set to 0 in
     between, but the row changed. If the weight has a hook, the gradient may be 0 already after the backward pass.
 
-    Exceptions: rows that the loss does not reach, such as positions that only padding has.
+    Exceptions: rows that the loss does not reach, such as those of padding.
 
-    Usual cause: the gradients of frozen rows are zeroed, but weight decay (and momentum) of the optimizer still shrinks
+    Usual cause: the gradients of frozen rows are set to 0, but weight decay or momentum of the optimizer still changes
     these rows.
 
     Fix: `weight_decay=0` for this embedding, or copy the frozen rows back after each step.

@@ -6,7 +6,7 @@ MIN_STEPS = 4
 
 @check(points_at="optimizer", stage="update", confidence=0.9, since_step=1)
 def group_factor_unread(run: RunContext, facts: CallsFacts) -> Results:
-    """Parameter groups have a factor of the learning rate that nothing reads, so all have the same learning rate.
+    """Parameter groups have a learning-rate factor that no code reads, so all have the same learning rate.
 
     Why it matters: layer-wise decay, or a smaller rate for pretrained layers, has no effect.
 
@@ -17,7 +17,7 @@ def group_factor_unread(run: RunContext, facts: CallsFacts) -> Results:
     Usual cause: the loop or scheduler that multiplies `lr` by this factor is missing. PyTorch's optimizers accept any
     key in a group, and read only their own.
 
-    Fix: multiply when the groups are made, before a scheduler reads the rates:
+    Fix: multiply when the groups are made, before a scheduler is created:
 
         for group in groups:
             group["lr"] = lr * group.pop("lr_scale")
@@ -34,5 +34,5 @@ def group_factor_unread(run: RunContext, facts: CallsFacts) -> Results:
                     f"a learning rate of {groups[0].lr:.3g}",
                     cause=f"no code reads {name}: the loop or scheduler that multiplies the learning rate by it is "
                     "missing",
-                    evidence=[("learning rates of the groups", 1, len(values))],
+                    evidence=[("different learning rates of the groups", 1, len(values))],
                 )

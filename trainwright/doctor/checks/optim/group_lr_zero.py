@@ -6,12 +6,13 @@ from trainwright.doctor.facts.calls import CallsFacts
 def group_lr_zero(run: RunContext, exams: Every[CallsFacts]) -> Results:
     """A parameter group has a learning rate of 0 while other groups have one above 0.
 
-    How it is detected: the rates of all groups at two examinations.
+    How it is detected: at two examinations in a row, a group whose parameters get gradients has a learning rate of 0,
+    and another group does not.
 
-    Exceptions: a group with an `initial_lr` above 0, because a schedule may still raise its rate. It is reported at the
-    end of a run of more than 50 steps.
+    Exceptions: a group with an `initial_lr` above 0, because a schedule may still raise its learning rate. It is
+    reported only at the end of a run of more than 50 steps.
 
-    Usual cause: a wrong key or a division of integers in the list of groups.
+    Usual cause: a wrong variable or an integer division, such as `lr // 10`, in the list of groups.
 
     Looks like: schedule.learning_rate_zero, where all groups are at 0.
 

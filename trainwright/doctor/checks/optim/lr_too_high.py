@@ -10,20 +10,22 @@ MIN_LOSS_RISE = 0.5  # Fraction by which an update raises the loss of its own ba
 def lr_too_high(run: RunContext, exams: Every[UpdateFacts]) -> Results:
     """The learning rate is too high: an update raises the loss of its own batch.
 
-    How it is detected: a replay of the update raises the loss of its batch by more than half. So do eight such updates
-    on that batch; or the update is larger than the weights, and the loss of the run has not fallen in 24 steps. With a
-    tenth (or a hundredth, or a thousandth) of the learning rate, eight updates lower the loss.
+    How it is detected: a replay of the update raises the loss of its batch by more than half. Eight such updates on
+    that batch also end above its first loss; or the update is larger than the weights, and the loss has fallen by less
+    than a quarter in 24 steps or more. With a tenth, a hundredth or a thousandth of the learning rate, eight updates
+    lower the loss.
 
-    Exceptions: several optimizers (a game), and runs that have recovered.
+    Exceptions: several optimizers (such as a GAN), and runs whose loss has fallen again.
 
-    Usual cause: the rate itself, a missing warm-up, or a loss that is a sum.
+    Usual cause: a learning rate that is meant for another optimizer or batch size, a missing warm-up, or a loss that is
+    a sum instead of a mean.
 
-    Looks like: loss.wrong_sign, where no rate helps; data that is not normalized, where the first loss is high before
-    any update.
+    Looks like: loss.wrong_sign, where no learning rate helps; data that is not normalized, where the first loss is high
+    before any update.
 
-    Fix: use a tenth of it. Usual values are 1e-4 to 1e-3 for AdamW, and 0.01 to 0.1 for SGD with momentum. Add a
-    warm-up over the first 1 to 5 % of the run. `trainwright lr-range recipe.yaml` draws the loss over the learning
-    rate.
+    Fix: use a tenth of the learning rate. Usual values are 1e-4 to 1e-3 for AdamW, and 0.01 to 0.1 for SGD with
+    momentum. Add a warm-up over the first 1 to 5 % of the run. `trainwright lr-range recipe.yaml` plots the loss for
+    increasing learning rates.
 
     Sources: AutoTrainer (Zhang et al., ICSE 2021).
     """
@@ -55,7 +57,7 @@ def lr_too_high(run: RunContext, exams: Every[UpdateFacts]) -> Results:
             sure=0.85 if (facts.input_rms or 1.0) < 30 else 0.5,
             evidence=[
                 ("update / weights", facts.ratio, "below 0.1"),
-                ("factor at which the loss falls", on_batch.falls_at),
+                ("learning-rate factor at which the loss falls", on_batch.falls_at),
             ],
             trial=RemedyTrial("other_lr", {"factor": on_batch.falls_at}),
         )

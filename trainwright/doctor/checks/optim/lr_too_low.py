@@ -11,19 +11,19 @@ MIN_RELATIVE_GRADIENT = 1e-3
 
 @check(stage="update", severity="critical", confidence=0.9, since_step=1)
 def lr_too_low(run: RunContext, exams: Every[UpdateFacts]) -> Results:
-    """The learning rate is so low that updates change nothing.
+    """The learning rate is so low that updates change almost nothing.
 
-    How it is detected: every examined update is smaller than 2e-6 of the weights, gradients have a normal size, and the
-    loss has not moved after 8 steps or more.
+    How it is detected: every examined update is smaller than 2e-6 of the weights, gradients have a normal size, and
+    after at least 8 steps the loss has moved by no more than 2 % or its noise.
 
-    Exceptions: a warm-up, a rate that a schedule has lowered, and gradients that a clip has made small.
+    Exceptions: a warm-up, a learning rate that a schedule has lowered, and gradients that clipping has made small.
 
     Usual cause: a wrong exponent, or a confusion with eps: 1e-8 is the usual eps, not a learning rate.
 
     Looks like: gradient.graph_cut and gradient.vanishing, where gradients are missing; gradient.clip_always_active.
 
-    Fix: multiply it by 10 until the loss moves. Usual values are 1e-4 to 1e-3 for AdamW, and 0.01 to 0.1 for SGD with
-    momentum.
+    Fix: multiply the learning rate by 10 until the loss falls. Usual values are 1e-4 to 1e-3 for AdamW, and 0.01 to 0.1
+    for SGD with momentum.
 
     Sources: AutoTrainer (Zhang et al., ICSE 2021).
     """

@@ -19,22 +19,23 @@ MIN_UPDATES = 4  # Updates with gradients of another optimizer's turn
 def missing_zero_grad(run: RunContext, latest: CallsFacts, exams: Every[CallsFacts]) -> Results:
     """Gradients are never cleared, so each update also contains the gradients of all steps before it.
 
-    Why it matters: it acts as momentum without decay. Gradients grow with the number of steps, and the loss diverges.
+    Why it matters: the sum acts like momentum without decay. Gradients grow with the number of steps, and the loss
+    diverges.
 
-    How it is detected: gradients exist when a step begins, at two examinations, and no `zero_grad()` comes before the
-    update uses them. Or, in four updates of one of several optimizers, gradients of the turn of another one are left:
-    its loss is computed through these parameters, as a generator's through the discriminator.
+    How it is detected: at two examinations, gradients exist when a step begins, and no `zero_grad()` comes before the
+    update uses them. Or, in four updates of one of several optimizers, its parameters still hold gradients of another
+    loss, such as the discriminator's from the loss of the generator.
 
     Exceptions: declared accumulation (`tw.watch(..., accumulation=8)`), and gradients that the loop writes itself
     before each update.
 
     Usual cause: `optimizer.zero_grad()` is missing, or is called on another optimizer, or too early: a discriminator is
-    cleared after its step, and the backward pass of the generator leaves gradients in it.
+    cleared after its step, and then the backward pass of the generator leaves gradients in it.
 
     Looks like: gradient.accumulation_window_wrong, where only gradients from the end of an epoch are left.
 
-    Fix: `optimizer.zero_grad()` once for each update, before the first `backward()`. With several optimizers each one
-    clears its own, right before its backward pass.
+    Fix: call `optimizer.zero_grad()` once for each update, before the first `backward()`. With several optimizers,
+    clear each one right before its own backward pass.
 
     Sources: FoundationVision/OmniTokenizer#15, Lightning-AI/pytorch-lightning#557.
     """
@@ -58,7 +59,7 @@ def missing_zero_grad(run: RunContext, latest: CallsFacts, exams: Every[CallsFac
         of_one = f" of optimizer {number}" if latest and len(latest.optimizers) > 1 else ""
         yield run.finding(
             step,
-            symptom=f"the gradients of earlier steps are in this update{of_one}, too",
+            symptom=f"this update{of_one} also contains the gradients of earlier steps",
             since_step=seen[0][0],
             where=Where(module=latest.optimizers[number].module or None) if of_one else Where(),
             evidence=[
@@ -70,7 +71,7 @@ def missing_zero_grad(run: RunContext, latest: CallsFacts, exams: Every[CallsFac
         if count >= MIN_UPDATES and len(carried.get(number, ())) < 2:
             yield run.finding(
                 symptom=f"optimizer {number} steps with gradients that the backward pass for another one left in it",
-                cause="its `zero_grad()` comes after its step, or before a backward pass that is not its own",
+                cause="its `zero_grad()` comes after its step, or before the backward pass of another optimizer",
                 severity="warning",
                 where=Where(module=latest.optimizers[number].module or None),
                 evidence=[("updates with such gradients, of those examined", count, 0)],

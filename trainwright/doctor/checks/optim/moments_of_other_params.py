@@ -8,22 +8,22 @@ MAX_MATCHED_FRACTION = 0.5  # Fraction of this mean that remains once moments an
 
 @check(points_at="optimizer_load", stage="update", confidence=0.85, since_step=1)
 def moments_of_other_params(run: RunContext, facts: LoadedMomentsFacts) -> Results:
-    """The optimizer continues with moments that belong to other parameters.
+    """The loaded optimizer state belongs to other parameters: its moments are in another order.
 
-    Why it matters: shapes fit, so nothing fails. Each of these weights moves with the step size of another one until
-    the moments are forgotten, which takes a thousand steps.
+    Why it matters: shapes fit, so there is no error. Each of these weights moves with the step size of another one
+    until the moments are forgotten, which takes about a thousand steps.
 
     How it is detected: second moments that exist before the first update are compared with the squared gradients of
-    that update. They differ by a factor of 5 on average, but by less than half as much once tensors of the same shape
-    are rematched by the size of their gradients.
+    that update, for at least four tensors. The mean of abs(log10) of their ratio is at least 0.7 (a factor of 5). It is
+    at most half of that once tensors of the same shape are matched by the size of their gradients.
 
     Usual cause: `optimizer.load_state_dict` matches the state by position, and the parameter groups were built in
-    another order than when it was saved.
+    another order than at the save.
 
     Looks like: a state of another model, where no order fits.
 
-    Fix: build the groups in the same order, or save with names: `torch.optim.Optimizer` state by
-    `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`.
+    Fix: build the groups in the order of the save. Or save by name: `get_optimizer_state_dict(model, optimizer)` and
+    `set_optimizer_state_dict` of `torch.distributed.checkpoint.state_dict`.
 
     Sources: pytorch/pytorch#1489, pytorch/pytorch#6031, fairscale#380.
     """
@@ -36,5 +36,5 @@ def moments_of_other_params(run: RunContext, facts: LoadedMomentsFacts) -> Resul
         1,
         symptom=f"squared gradients and loaded second moments differ by a factor of {10**gap:.3g} on average, most for "
         f"{listed(facts.names)}; matched in another order by {10**facts.matched:.3g}",
-        evidence=[("mean log10 of their ratio", round(gap, 2), round(facts.matched, 2))],
+        evidence=[("mean abs(log10(squared gradient / second moment))", round(gap, 2), round(facts.matched, 2))],
     )

@@ -9,11 +9,12 @@ def params_in_two_optimizers(run: RunContext, facts: CallsFacts) -> Results:
     How it is detected: two optimizers, watched or not, step after the same backward pass and share parameters that have
     a gradient.
 
-    Usual cause: an optimizer that a rebuild left behind, or parameter lists that overlap.
+    Usual cause: the optimizer was created again and the old one still steps, or parameter lists overlap.
 
     Looks like: GANs and actor-critic, whose optimizers hold different parameters.
 
-    Fix: give every parameter to one optimizer: `(p for p in model.parameters() if id(p) not in taken)`.
+    Fix: give every parameter to one optimizer: `taken = {id(p) for p in model.head.parameters()}`, then `[p for p in
+    model.parameters() if id(p) not in taken]` for the other one.
     """
     if facts.doubles >= min(2, max(1, len(run.steps))):
         yield run.finding(evidence=[("updates with gradients that another optimizer applied", facts.doubles, 0)])

@@ -7,7 +7,7 @@ def params_missing(run: RunContext, facts: CallsFacts) -> Results:
     """Parameters get gradients, and no optimizer holds them.
 
     How it is detected: trainable parameters have a gradient, are in no optimizer (watched or not), and did not change
-    between two examinations (target networks and averages change). Modules with up to 4 parameters outside of the
+    between two examinations, unlike target networks and averages. Modules with up to 4 parameters outside of the
     watched model, such as a loss function with weights, count if the loss depends on them.
 
     Exceptions: reported only with -v where all parameters are missing (an image or a prompt is trained) or where the
@@ -28,7 +28,7 @@ def params_missing(run: RunContext, facts: CallsFacts) -> Results:
         return
     names = facts.missing
     yield run.finding(
-        symptom=f"{len(names)} parameters get gradients and do not change: {listed(names, 4)}",
+        symptom=f"{len(names)} parameters get gradients, but no optimizer holds them: {listed(names, 4)}",
         cause="the weights of a loss function or a head outside of the model are in no optimizer"
         if facts.missing_outside
         else "",

@@ -10,9 +10,9 @@ MIN_STEPS_SO_FAR = 64  # Steps of an unfinished run without an update: a custom 
 def step_never_called(run: RunContext, facts: CallsFacts) -> Results:
     """`backward()` runs and `optimizer.step()` is never called, so no weight changes.
 
-    How it is detected: the run has three or more backward passes, no update, and no changed weight (during a run with a
-    custom step: 64 steps). Or one of several
-    optimizers never steps in a run of 20 steps, although its parameters have gradients (a warning).
+    How it is detected: by the end of the run there are three or more backward passes (eight if it failed), no update,
+    and no changed weight; in a loop with a custom step also during the run, after 64 steps. Or one of several
+    optimizers never steps in a run of at least 20 steps, although its parameters have gradients (a warning).
 
     Usual cause: the call is missing, or its condition is never true: `(i + 1) % accumulation == 0` where an epoch has
     fewer batches than that.
@@ -27,7 +27,7 @@ def step_never_called(run: RunContext, facts: CallsFacts) -> Results:
     idle = 0 if done else sum(not {"nonfinite", "vetoed"} & each.values.keys() for each in run.steps)
     weights = [weights for _, weights in run.every(WeightsFacts)]
     if idle >= (MIN_STEPS if run.finished else MIN_STEPS_SO_FAR) and weights and not weights[-1].moved:
-        symptom = f"no weight has changed in {weights[-1].steps} steps: they never call an optimizer's step()"
+        symptom = f"no weight has changed in {weights[-1].steps} steps: optimizer.step() is never called"
         yield run.finding(1, symptom=symptom, evidence=[("updates", 0, weights[-1].steps)])
     if not run.finished:
         return
@@ -35,7 +35,7 @@ def step_never_called(run: RunContext, facts: CallsFacts) -> Results:
         outcomes = by_experiment(run.records).get("unfinished")
         error = outcomes[-1].values.get("error") if outcomes else None
         if facts.backwards >= (8 if error else 3) and not facts.moved and not facts.steps_seen:
-            symptom = f"{facts.backwards} backward passes, and not one call of an optimizer's step(): no weight changes"
+            symptom = f"{facts.backwards} backward passes, and optimizer.step() is never called: no weight changes"
             yield run.finding(1, symptom=symptom, evidence=[("steps", 0, facts.backwards)])
         return
     for number, optimizer in enumerate(facts.optimizers):
@@ -45,5 +45,5 @@ def step_never_called(run: RunContext, facts: CallsFacts) -> Results:
                 symptom=f"the parameters of optimizer {number} get gradients, and its step() was never called",
                 severity="warning",
                 sure=0.8,
-                evidence=[("steps of it", 0, len(run.steps))],
+                evidence=[("calls of its step()", 0, len(run.steps))],
             )

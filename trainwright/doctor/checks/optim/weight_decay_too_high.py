@@ -19,12 +19,12 @@ def weight_decay_too_high(run: RunContext, facts: UpdateFacts, exams: Every[Upda
     0.1, takes more than 0.5 % (lr times weight_decay) off all weights in each step; or the decay of SGD or Adam is more
     than half of the gradient.
 
-    Usual cause: a value for SGD used with AdamW, or the other way round; one digit too many.
+    Usual cause: a value for SGD used with AdamW, or the other way round; a misplaced decimal point.
 
     Looks like: optim.lr_too_high, where the decay is usual and the learning rate is not; a strong decay under which the
     loss falls (grokking), which is healthy.
 
-    Fix: AdamW: 0.01 to 0.1; SGD: 1e-4 to 5e-4. None for biases, normalizations and embeddings.
+    Fix: `weight_decay` of 0.01 to 0.1 for AdamW, 1e-4 to 5e-4 for SGD, and 0 for biases, normalizations and embeddings.
 
     Sources: Loshchilov and Hutter 2019.
     """

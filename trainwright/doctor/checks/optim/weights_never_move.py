@@ -13,8 +13,8 @@ def weights_never_move(run: RunContext, facts: WeightsFacts) -> Results:
 
     How it is detected: by checksums of all weights at each examination. No weight has changed in the first 4 updates
     (12 if no weight has a gradient), or in the last 40. For single weight matrices: the gradient was exactly 0 at every
-    examination, over at least 12 updates; or two or more matrices are 0 and never had a gradient, such as second
-    factors of adapters (2 updates are enough if it is so for all that begin as 0).
+    examination, over at least 12 updates; or two or more matrices are 0 and never had a gradient, such as the second
+    factors of LoRA adapters (after 2 updates if all matrices that begin as 0 are like this, else 12).
 
     Exceptions: weights that were trained before, or are outside of the trained path, are reported only with -v.
 

@@ -19,7 +19,7 @@ def zero_grad_before_step(run: RunContext) -> Results:
 
     Usual cause: `zero_grad()` was put right before `optimizer.step()`.
 
-    Looks like: gradient.graph_cut, where gradients are never made; gradient.accumulation_discarded, where those of the
+    Looks like: gradient.graph_cut, where no gradients are computed; gradient.accumulation_discarded, where those of the
     last micro-batch survive.
 
     Fix: `optimizer.zero_grad(); loss.backward(); optimizer.step()`, in this order.
@@ -29,9 +29,12 @@ def zero_grad_before_step(run: RunContext) -> Results:
         order = " ".join(kind for kind, _ in kinds(bad[-1], "backward", "zero_grad", "step"))
         yield run.finding(
             bad[-1].step,
-            symptom="the optimizer finds no gradients and changes nothing",
+            symptom="zero_grad() clears the gradients before step(), so no weight changes",
             since_step=bad[0].step,
-            evidence=[("order", order), ("parameters with a gradient at the update", str(bad[-1].values.get("grads")))],
+            evidence=[
+                ("order of the calls", order),
+                ("parameters with a gradient at the update", str(bad[-1].values.get("grads"))),
+            ],
         )
 
 
