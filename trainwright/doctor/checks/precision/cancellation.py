@@ -7,10 +7,10 @@ RUN_LENGTH_RATIO = 3  # The experiment is requested again when the run is this m
 
 @check(stage="loss")
 def cancellation(run: RunContext, formats: FormatFacts) -> Results:
-    """The loss subtracts nearly equal numbers in 16 bits, so its gradient is mostly rounding error.
+    """The loss subtracts nearly equal numbers in 16 bits, so its gradients have large rounding errors.
 
-    Why it matters: a KL divergence in bfloat16 has gradients that are off by 9 to 19 %. Nothing is infinite, so nothing
-    is noticed.
+    Why it matters: a KL divergence in bfloat16 has gradients that are off by 9 to 19 %. All values are finite, so there
+    is no error.
 
     How it is detected: two steps are replayed with everything after the models in float32. In both, the gradients of
     the step differ from those of the replay by more than 5 %. Rounding alone causes a difference of 1 or 2 %.
@@ -19,7 +19,7 @@ def cancellation(run: RunContext, formats: FormatFacts) -> Results:
 
     Looks like: precision.fp16_underflow, where the gradients are exactly 0.
 
-    Fix: compute the loss in float32: `F.log_softmax(z.float(), dim=-1)`, and everything from there on.
+    Fix: compute the loss in float32: `F.log_softmax(logits.float(), dim=-1)`, and everything after it.
 
     Sources: speculators #788.
     """

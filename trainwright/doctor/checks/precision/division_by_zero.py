@@ -22,10 +22,11 @@ def division_by_zero(run: RunContext) -> Results:
         {
             "div_by_zero": Mechanism("{op}{place} divides by 0", guard="guarded"),
             "mean_of_empty": Mechanism(
-                "{op}{place} is taken of an empty tensor: 0 / 0", fix="leave empty selections out"
+                "{op}{place} is taken of an empty tensor: 0 / 0", fix="skip empty selections: `if mask.any():`"
             ),
             "std_of_one": Mechanism(
-                "{op}{place} is taken of a single value: 0 / 0", fix="correction=0, or drop batches of one sample"
+                "{op}{place} is taken of a single value: 0 / 0",
+                fix="`x.std(correction=0)`, or drop batches of one sample",
             ),
         },
     )

@@ -11,7 +11,7 @@ def eps_underflow(run: RunContext) -> Results:
 
     Usual cause: `model.half()` with the default eps.
 
-    Fix: keep the weights in float32 and use `torch.autocast`; or set `eps=1e-4`.
+    Fix: keep the weights in float32 and use `torch.autocast`; or `torch.optim.Adam(model.parameters(), eps=1e-4)`.
 
     Sources: Lightning #20619, glide #5.
     """

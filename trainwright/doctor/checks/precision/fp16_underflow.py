@@ -12,9 +12,9 @@ def fp16_underflow(run: RunContext, live: MixedPrecisionFacts) -> Results:
     Why it matters: a large part of the weights gets no gradient, without an error. Sometimes only one term of the loss
     is affected, such as the balance loss of a router.
 
-    How it is detected: the gradients of a float16 step without a loss scale are multiples of 6e-8, the smallest number
-    of float16, and their root mean square is below 64 times this number, so it has less than six bits. Or all results
-    of an operation in a replayed forward pass are 0 in float16, and not in float32.
+    How it is detected: a float16 step has no loss scale, and the root mean square of its gradients is below 64 times
+    6e-8, so they have fewer than six significant bits. Or all results of an operation in a replayed forward pass are 0
+    in float16, but not in float32.
 
     Exceptions: single values that vanish next to larger ones, such as the tail of a softmax.
 
@@ -23,7 +23,7 @@ def fp16_underflow(run: RunContext, live: MixedPrecisionFacts) -> Results:
     Looks like: gradient.vanishing, where gradients are small in float32 as well.
 
     Fix: `scaler = torch.amp.GradScaler("cuda")`, then `scaler.scale(loss).backward()`, `scaler.step(optimizer)`,
-    `scaler.update()`; or bfloat16. Small terms in float32.
+    `scaler.update()`; or bfloat16. Compute small terms of the loss in float32.
 
     Sources: gpt-neox #477, huggingface/transformers #43543, Micikevicius et al. 2018.
     """
@@ -43,7 +43,7 @@ def fp16_underflow(run: RunContext, live: MixedPrecisionFacts) -> Results:
         )
     if live is not None and live.rms_in_steps < MAX_RMS_IN_STEPS:
         yield run.finding(
-            symptom=f"{live.zeros:.0%} of the gradients are 0 in float16, and the others are nearly",
+            symptom=f"{live.zeros:.0%} of the gradients are 0 in float16, and the others are close to 0",
             severity="critical" if live.zeros >= 0.5 else None,
             since_step=1,
             where=Where(dtype="float16"),

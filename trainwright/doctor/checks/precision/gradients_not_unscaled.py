@@ -6,10 +6,11 @@ from trainwright.doctor.facts.calls import ScalerFacts
 def gradients_not_unscaled(run: RunContext, facts: ScalerFacts) -> Results:
     """Updates are made with gradients that still contain the loss scale.
 
-    Why it matters: they are up to 65536 times too large. Adam hides this, except in eps, weight decay and clipping.
+    Why it matters: they are up to 65536 times too large. Adam is hardly affected, except by its eps, weight decay in
+    the gradient and clipping.
 
-    How it is detected: the loss went through `scaler.scale`, and the optimizer steps without `scaler.step` or
-    `scaler.unscale_`, or through another scaler; in two updates.
+    How it is detected: in two updates, the loss went through `scaler.scale`, but the optimizer steps without
+    `scaler.step` or `scaler.unscale_`, or through another scaler.
 
     Exceptions: gradients that the loop changes by hand, which may be unscaled there.
 
@@ -29,7 +30,7 @@ def gradients_not_unscaled(run: RunContext, facts: ScalerFacts) -> Results:
             else "the loss is scaled by one scaler and the gradients are unscaled by another",
             cause="the loss goes through scaler.scale(), and optimizer.step() is called without unscaling"
             if is_raw
-            else "there are two scalers, each with a scale of its own",
+            else "there are two scalers, each with its own scale",
             since_step=facts.since or None,
             evidence=[
                 ("updates with scaled gradients", facts.scaled_updates, 0),

@@ -6,16 +6,16 @@ from trainwright.doctor.nonfinite import Mechanism, traced_by, traced_check
 def log_of_zero(run: RunContext) -> Results:
     """The logarithm of exactly 0 is -inf, and makes the loss or its gradient non-finite.
 
-    How it is detected: the step is replayed operation by operation; the first that makes a value non-finite is a
-    logarithm whose input is 0, or a loss that sums up a logit of -inf.
+    How it is detected: the step is replayed operation by operation. The first one that makes a value non-finite is a
+    logarithm whose input is 0, or a loss that contains a logit of -inf.
 
     Usual cause: a softmax or a sigmoid has rounded a probability to 0, or the target is a class that is masked with
     -inf.
 
     Looks like: gradient.where_hides_nan, where the loss is finite and only the gradient is not.
 
-    Fix: `F.log_softmax`, `F.cross_entropy` or `F.logsigmoid` instead of the logarithm of a softmax or sigmoid; an eps
-    elsewhere; a finite number such as -1e4 in masks.
+    Fix: `F.log_softmax`, `F.cross_entropy` or `F.logsigmoid` instead of the logarithm of a softmax or sigmoid;
+    `torch.log(x + 1e-8)` elsewhere; a finite number such as -1e4 in masks.
 
     Sources: apex #358, vamb #12, focal-loss-keras #17.
     """

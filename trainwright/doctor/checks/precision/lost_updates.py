@@ -14,19 +14,20 @@ def lost_updates(run: RunContext, facts: MixedPrecisionFacts) -> Results:
     Why it matters: an update below about 0.2 % of a bfloat16 weight is lost. At a learning rate of 1e-5 that is most of
     them, and the loss stalls early.
 
-    How it is detected: a sample of the 16-bit weights is compared before and after the update, at a learning rate of at
+    How it is detected: a sample of the 16-bit weights is compared before and after updates at a learning rate of at
     least half of the highest one. In the median of four updates, half of the weights with a gradient do not change. Two
-    updates are enough if both have the same learning rate, because the first updates of a warm-up may be lost. Or 95 %
-    of the weights of one tensor have gradients and, after 16 updates, the values that they began with.
+    updates are enough if both have the same learning rate, because the first updates of a warm-up may be lost. Or at
+    least 95 % of the weights of one tensor have gradients, but still have their initial values after 16 updates.
 
     Exceptions: optimizers that keep float32 copies or rounding errors, or that round stochastically.
 
-    Usual cause: `model.bfloat16()` with a plain optimizer. Scales of normalizations, which begin at 1, are stuck first.
+    Usual cause: `model.bfloat16()` with a plain optimizer. Weights of normalizations, which begin at 1, stop changing
+    first.
 
     Looks like: optim.lr_too_low, where float32 weights hardly move either.
 
-    Fix: weights in float32 and the arithmetic under `torch.autocast("cuda", dtype=torch.bfloat16)`; or an optimizer
-    with float32 copies, Kahan summation or stochastic rounding.
+    Fix: weights in float32 and computation under `torch.autocast("cuda", dtype=torch.bfloat16)`; or an optimizer with
+    float32 copies, Kahan summation or stochastic rounding.
 
     Sources: torchao #1124, torchtune #2254.
     """
@@ -36,8 +37,8 @@ def lost_updates(run: RunContext, facts: MixedPrecisionFacts) -> Results:
     if facts.still < MIN_UNCHANGED_FRACTION:
         if facts.updates >= MIN_UPDATES_OF_A_TENSOR and (names := facts.never_moved):
             yield run.finding(
-                symptom=f"{listed(names)} have gradients, and the values from before the first of {facts.updates} "
-                "updates: each is lost by rounding",
+                symptom=f"{listed(names)} have gradients but are unchanged after {facts.updates} updates: each is "
+                "lost by rounding",
                 where=Where(module=names[0].rpartition(".")[0]),
                 evidence=[("tensors that no update changes", len(names), 0)],
                 trial=RemedyTrial("fp32_weights"),

@@ -6,7 +6,7 @@ MAX_SPACING = 2.0**-10  # Spacing of the values in standard deviations. Standard
 
 @check(points_at=("dataset", "loader"), stage="input", confidence=0.85, since_step=1)
 def offset_of_input(run: RunContext, facts: BatchFacts) -> Results:
-    """An input has a large offset, and float32 cannot represent its variation.
+    """An input has a large offset, so float32 cannot represent its variation.
 
     Why it matters: close values become equal. A Unix time of today has steps of 128 seconds in float32.
 
@@ -15,12 +15,13 @@ def offset_of_input(run: RunContext, facts: BatchFacts) -> Results:
 
     Exceptions: inputs in 16 bits, whose steps are always large.
 
-    Usual cause: time stamps, or coordinates in metres of a global grid, that are converted to float32 before the first
-    value, or the origin, is subtracted.
+    Usual cause: time stamps, or coordinates in metres of a global grid, are converted to float32 before the first value
+    or the origin is subtracted.
 
     Looks like: data.unnormalised_input, precision.cancellation.
 
-    Fix: subtract in float64, then convert: `((t - t.min()) / 3600).float()`.
+    Fix: subtract in float64, then convert to float32: `((t.double() - t0) / 3600).float()`, with a constant `t0` for
+    all samples.
 
     Sources: open-mmlab/mmdetection3d#296, aimhubio/aim PR 1494.
     """

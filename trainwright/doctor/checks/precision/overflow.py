@@ -10,16 +10,16 @@ def overflow(run: RunContext) -> Results:
     """An operation turns finite numbers into infinity: the results are larger than their dtype can hold, in float32
     too.
 
-    How it is detected: the step is replayed operation by operation; the first that makes a value non-finite has finite
-    inputs and gives infinity. Where every gradient is finite and only their norm is not, the norm has overflowed.
+    How it is detected: the step is replayed operation by operation. The first one that makes a value non-finite has
+    finite inputs and gives infinity. Or every gradient is finite and only their norm is not.
 
-    Usual cause: an exponential of more than 88.7 (a log-variance, a temperature, an importance ratio), a product over
-    many factors, a mean that is left out, a learning rate that is too high.
+    Usual cause: an exponential of more than 88.7 (a log-variance, a temperature, an importance ratio), a product of
+    many factors, a sum instead of a mean, a learning rate that is too high.
 
     Looks like: precision.fp16_overflow, where the same step is finite in float32.
 
     Fix: `logvar.clamp(-10, 10)` before `exp`; `torch.logsumexp` and `F.softmax`, which subtract the maximum first;
-    normalise before the operation, or clamp its input.
+    normalize or clamp the input of the operation.
 
     Sources: WorldModels #14.
     """

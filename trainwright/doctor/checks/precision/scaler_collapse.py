@@ -7,18 +7,18 @@ MIN_CONSECUTIVE_SKIPS = 20  # Consecutive skips after which the scale has been d
 
 @check(stage="update")
 def scaler_collapse(run: RunContext) -> Results:
-    """The gradient scaler skips one update after the other and halves its scale: nothing is trained.
+    """The gradient scaler skips one update after the other and halves its scale, so nothing is trained.
 
     Why it matters: the loop runs at full speed without an error. After 60 skips the scale is 5.7e-14.
 
-    How it is detected: 20 skipped updates in a row, or two where the replay shows an operation that is not finite at
-    any scale. The skips at the beginning of a run, while the scaler searches for its scale, end after about ten steps.
+    How it is detected: 20 skipped updates in a row, or two if the replay shows an operation that is not finite at any
+    scale. While the scaler searches for its scale, at the beginning of a run, it skips only about ten steps.
 
     Usual cause: the gradients are not finite at any loss scale.
 
     Looks like: precision.fp16_overflow, which names the operation.
 
-    Fix: find the operation that overflows: the scale is not the fault. bfloat16 needs no scaler.
+    Fix: find the operation that overflows; another scale does not help. bfloat16 needs no scaler.
 
     Sources: WSL-Images #9, Chinese-LLaMA #534.
     """

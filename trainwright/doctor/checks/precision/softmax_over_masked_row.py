@@ -10,14 +10,14 @@ def softmax_over_masked_row(run: RunContext) -> Results:
     -inf, or from a constant such as -1e9 that float16 cannot hold.
 
     Usual cause: a sample that is all padding, or a mask that is inverted; `scores + mask * -1e9` under autocast to
-    float16. It is harmless until the first row that is all masked.
+    float16. The NaN appears at the first row that is fully masked.
 
-    Fix: let each row keep one key, or mask with `torch.finfo(scores.dtype).min` and drop the output of that row.
-    `nan_to_num` after the softmax repairs the forward pass only: the gradient is still NaN.
+    Fix: leave one key unmasked in each row, or mask with `torch.finfo(scores.dtype).min` and drop the output of that
+    row. `nan_to_num` after the softmax repairs the forward pass only: the gradient is still NaN.
 
     Sources: pytorch/pytorch #103963, #41508, PR 131060; gpt-2 #122, apex #1105.
     """
     written = "every entry of a row of {op}{place} is -inf: 0 / 0"
-    overflowed = "the large negative constant of the mask is -inf in {dtype}{place}; a row with nothing else is NaN"
+    overflowed = "the large negative constant of the mask is -inf in {dtype}{place}; a row with no other value is NaN"
     ways = {"softmax_all_masked": written, "mask_overflow": overflowed}
     yield from traced_by(run, {what: Mechanism(cause, guard="finite_mask") for what, cause in ways.items()})

@@ -6,15 +6,16 @@ from trainwright.doctor.facts.schedule import LearningRateFacts
 def cosine_climbs(run: RunContext, facts: LearningRateFacts) -> Results:
     """A cosine schedule is stepped beyond its end, and the learning rate climbs back.
 
-    Why it matters: after twice `T_max` it is at its peak again; the run ends with a high rate and does not converge.
+    Why it matters: after 2 * `T_max` calls it is at its peak again. The run ends with a high learning rate and does not
+    converge.
 
-    How it is detected: the rate rises while a `CosineAnnealingLR` has `last_epoch > T_max`.
+    How it is detected: the learning rate rises while a `CosineAnnealingLR` has `last_epoch > T_max`.
 
     Exceptions: schedules whose class is a cycle (warm restarts, one-cycle, cyclic).
 
     Usual cause: `T_max` is shorter than the run, or counts in another unit.
 
-    Fix: `CosineAnnealingLR(optimizer, T_max=total_steps)`, in calls of `scheduler.step()`; stop stepping it at its end.
+    Fix: `CosineAnnealingLR(optimizer, T_max=n)`, where n is the number of calls of `scheduler.step()` in the run.
 
     Sources: CodefyUI#205, HALOs#33.
     """

@@ -15,16 +15,17 @@ MAX_BASE_LR = 0.05  # Above this base learning rate, a correct factor may be clo
     since_step=1,
 )
 def factor_is_rate(run: RunContext, facts: LearningRateFacts) -> Results:
-    """A `LambdaLR` is given a learning rate instead of a factor, so the rate is multiplied twice.
+    """The function of a `LambdaLR` returns a learning rate instead of a factor, so the learning rate is about its
+    square.
 
-    How it is detected: the highest factor so far (learning rate over `initial_lr`) is as small as the base rate itself,
-    and the learning rate is not rising.
+    How it is detected: the base learning rate is below 0.05, the highest factor so far (learning rate over
+    `initial_lr`) is within a factor of 2 of it, and the learning rate is not rising.
 
-    Usual cause: `LambdaLR(optimizer, lambda step: lr * decay(step))`, or a function that returns rates.
+    Usual cause: `LambdaLR(optimizer, lambda step: lr * decay(step))`, or another function that returns learning rates.
 
     Looks like: a warm-up, whose factor rises; optim.lr_too_low.
 
-    Fix: return a factor that begins at 1, `lambda step: decay(step)`, or make the optimizer with `lr=1.0`.
+    Fix: return a factor that begins at 1, `lambda step: decay(step)`, or create the optimizer with `lr=1.0`.
 
     Sources: lhoyer/MIC#60, pytorch/pytorch#78917.
     """
@@ -38,8 +39,8 @@ def factor_is_rate(run: RunContext, facts: LearningRateFacts) -> Results:
     if not is_rate or len(run.steps) < MIN_CALLS or rates[-1] > rates[0]:
         return
     yield run.finding(
-        symptom=f"the optimizer was made with a learning rate of {facts.base:.3g}, and the schedule makes "
-        f"{facts.peak:.3g} of it: its factor, {factor:.3g}, is a rate",
+        symptom=f"the optimizer was made with a learning rate of {facts.base:.3g}, and the schedule reduces "
+        f"it to {facts.peak:.3g}: its factor of {factor:.3g} is a learning rate",
         evidence=[("highest learning rate", facts.peak, facts.base)],
         trial=RemedyTrial("another_rate", {"lr": facts.base}),
     )

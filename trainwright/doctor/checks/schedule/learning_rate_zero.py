@@ -13,18 +13,19 @@ DECAYED_FRACTION = 0.01  # Below this fraction of the highest learning rate, a d
 def learning_rate_zero(run: RunContext, facts: WeightsFacts) -> Results:
     """The learning rate is 0, so updates change nothing.
 
-    How it is detected: 16 updates at a learning rate of 0 from the first step on; or a rate that falls to 0 from more
-    than 1 % of its highest value, and stays there for at least 8 updates and a fifth of the run (16 updates are enough
-    if the rate was at least half of its highest value before).
+    How it is detected: 16 updates at a learning rate of 0 from the first step on. Or the learning rate falls to 0 from
+    more than 1 % of its highest value, and stays there for at least 8 updates and a fifth of the run (16 updates are
+    enough if it was at least half of its highest value before).
 
-    Exceptions: a warm-up that begins at 0, and a short tail in which running statistics settle.
+    Exceptions: a warm-up that begins at 0, and a few last updates at a learning rate of 0.
 
-    Usual cause: a schedule has ended, for example after a resume; or a counter, an integer division or a parameter
-    group that the schedule leaves out sets the rate to 0.
+    Usual cause: a schedule has ended, for example after a resume; or a wrong counter, an integer division or a missing
+    parameter group in the schedule sets the learning rate to 0.
 
     Looks like: optim.weights_never_move, where the rate is above 0.
 
-    Fix: print the learning rate of every step before the run, and end the loop where the schedule ends.
+    Fix: print `scheduler.get_last_lr()` in each step. Make the schedule as long as the loop, or end the loop where the
+    schedule ends.
 
     Sources: mosaicml/composer#1384, mlfoundations/open_clip#413.
     """
@@ -35,7 +36,7 @@ def learning_rate_zero(run: RunContext, facts: WeightsFacts) -> Results:
     too_many = max(MIN_UPDATES_LATER, MAX_TAIL_FRACTION * facts.steps)  # more than a tail
     too_many = min(too_many, MAX_UPDATES_WITHOUT_DECAY) if is_cut else too_many
     if count >= MIN_UPDATES_FROM_START and facts.at_0_since == 1:
-        symptom = f"the learning rate was 0 in all of {count} updates"
+        symptom = f"the learning rate was 0 in all {count} updates"
     elif count >= too_many and facts.rate_before_0 > DECAYED_FRACTION * facts.highest_rate:
         fell = f"the learning rate fell from {facts.rate_before_0:.3g} to 0 in step {facts.at_0_since}"
         symptom = f"{fell}, and {count} updates changed nothing"

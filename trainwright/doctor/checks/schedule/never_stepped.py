@@ -10,19 +10,19 @@ from trainwright.doctor.facts.schedule import LearningRateFacts
     since_step=1,
 )
 def never_stepped(run: RunContext, facts: LearningRateFacts) -> Results:
-    """A scheduler is made and never stepped.
+    """A learning-rate scheduler is created, but its `step()` is never called.
 
     Why it matters: with a warm-up from 0 the learning rate stays 0 and nothing is trained; else it never decays.
 
-    How it is detected: no call of `step()`, and a rate of 0 in every step (critical), or the same rate until the end of
-    a run of two epochs or more.
+    How it is detected: no call of `step()`, and either a learning rate of 0 in every step (critical), or the same
+    learning rate until the end of a run of at least two epochs.
 
-    Exceptions: plateau schedules, which may wait.
+    Exceptions: `ReduceLROnPlateau`, which may wait.
 
-    Usual cause: the call is missing, or belongs to a branch that is never reached.
+    Usual cause: the call is missing, or is in a branch that is never reached.
 
-    Fix: `scheduler.step()` after each `optimizer.step()`. A warm-up that begins above 0:
-    `LambdaLR(optimizer, lambda step: min(1, (step + 1) / 100))`.
+    Fix: call `scheduler.step()` after each `optimizer.step()`. A warm-up that begins above 0: `LambdaLR(optimizer,
+    lambda step: min(1, (step + 1) / 100))`.
     """
     if any(each.calls for each in facts.schedulers):
         return
@@ -33,7 +33,7 @@ def never_stepped(run: RunContext, facts: LearningRateFacts) -> Results:
         yield run.finding(
             symptom="the learning rate is 0 in every step, and scheduler.step() is never called"
             if stands_still
-            else "the schedule never advances",
+            else "scheduler.step() is never called",
             severity="critical" if stands_still else "warning",
             evidence=[("calls of scheduler.step()", 0, facts.steps), ("learning rate", facts.lrs[-1][1], facts.base)],
             trial=RemedyTrial("another_rate", {"lr": facts.base or 1e-3}),

@@ -6,12 +6,12 @@ from trainwright.doctor.facts.schedule import LearningRateFacts
 def of_other_optimizer(run: RunContext, facts: LearningRateFacts) -> Results:
     """A scheduler is stepped, but its optimizer never steps.
 
-    How it is detected: the optimizer that the scheduler was made with does not step for two steps of the loop (20 if it
-    shares no parameters with the watched models).
+    How it is detected: the scheduler's optimizer does not step for two steps of the loop (20 if it shares no parameters
+    with the watched models).
 
     Usual cause: the optimizer was recreated after the scheduler was made.
 
-    Fix: make the scheduler with the optimizer that steps.
+    Fix: create the scheduler with the optimizer that steps: `StepLR(optimizer, ...)` after the last `optimizer = ...`.
 
     Sources: accelerate#2665, HVPNeT#5 (objects from before a copy).
     """

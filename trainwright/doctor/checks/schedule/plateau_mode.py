@@ -12,7 +12,8 @@ def plateau_mode(run: RunContext, facts: LearningRateFacts) -> Results:
 
     Why it matters: the better the training goes, the sooner the learning rate is near 0.
 
-    How it is detected: up to the first cut of the rate the metric moves in one direction while the training loss falls.
+    How it is detected: in at least three calls up to the first cut, the training loss falls, and a metric with
+    `mode="max"` falls or a metric between 0 and 1, or 0 and 100, with `mode="min"` rises, in 70 % of the calls.
 
     Usual cause: `mode="max"` for a loss, or `mode="min"`, the default, for an accuracy.
 

@@ -11,23 +11,24 @@ from trainwright.doctor.facts.schedule import LearningRateFacts, PartFacts, Sche
     explains=("optim.lr_too_low", "schedule.cosine_climbs", "schedule.learning_rate_zero"),
 )
 def unit_mismatch(run: RunContext, facts: LearningRateFacts) -> Results:
-    """The schedule is stepped in a different unit than it counts in, or several times for one update.
+    """The schedule is stepped in a different unit (micro-batches, updates, epochs) than it counts in, or several times
+    for one update.
 
     Why it matters: the learning rate is near 0 after the first part of the run, or never leaves the warm-up. If each of
     8 ranks steps the schedule, the decay is over after an eighth of the run.
 
-    How it is detected: `scheduler.step()` is called after every micro-batch; or after every update, although the
-    schedule ends within one epoch (a cosine within half of one, and the run goes on); or the schedule is as long as the
-    run has updates, but is called at most a quarter as often. Or each update is followed by the same number of calls,
-    two or more. Or calls are repeated without an update in between: about as many as there are calls after an update,
-    or at least two if at least eight calls come after one update each.
+    How it is detected: `scheduler.step()` is called after every micro-batch. Or it is called after every update,
+    although the schedule ends within one epoch (a cosine within half of one, and the run goes on). Or the schedule is
+    as long as the run has updates, but is called at most a quarter as often. Or each update is followed by the same
+    number of calls, two or more. Or calls are repeated without an update in between: about as often as after an update,
+    or at least twice if at least eight calls come after one update each.
 
     Usual cause: a schedule that counts epochs is stepped for each batch, or the other way round; a scheduler that
     `accelerate` prepared, which steps once for each rank; a call per step and another per epoch; a duplicate call.
 
     Fix: call `scheduler.step()` in one place, and count `T_max`, `total_steps`, `step_size` in these calls: `epochs *
     len(loader) // accumulation` for one call after each update, `epochs` for one at the end of each epoch. With
-    accelerate, do not prepare the scheduler, or give it `num_training_steps * num_processes`.
+    accelerate, do not prepare the scheduler, or multiply its length by `accelerator.num_processes`.
 
     Sources: k-diffusion#50, ludwig#3555, accelerate#2926, huggingface/transformers#24088, EasyContext#21.
     """
@@ -83,7 +84,7 @@ def _over_in_an_epoch(facts: LearningRateFacts, each: SchedulerFacts) -> str:
     (step, now), kind = facts.lrs[-1], each.kind
     return (
         f"{kind} is stepped with every update: the learning rate is {now:.3g} instead of {facts.peak:.3g} in step "
-        f"{step:g}, and an epoch has {updates:g}"
+        f"{step:g}, and an epoch has {updates:g} updates"
     )
 
 
@@ -106,4 +107,4 @@ def _never_reached(facts: LearningRateFacts, each: SchedulerFacts) -> str:
     length = part.total_steps or part.T_max or part.total_iters or 0
     if not (1 < each.calls <= facts.steps / 4 and 0.9 * facts.steps <= length <= 1.1 * facts.steps + 1):
         return ""
-    return f"the run ends {each.calls} calls into a schedule of {length:g}, which is its number of updates"
+    return f"the schedule has {length:g} steps, as many as the run has updates, but was stepped {each.calls} times"
