@@ -10,11 +10,11 @@ from trainwright.doctor.facts.ranks import RanksFacts, since
     points_at="backward",
 )
 def ddp_does_not_exchange(run: RunContext, facts: RanksFacts) -> Results:
-    """DistributedDataParallel wraps the model, but does not exchange its gradients.
+    """DistributedDataParallel wraps the model, but does not average its gradients over the ranks.
 
-    How it is detected: the gradients differ between the ranks. The forward calls of the step bypassed the wrapper, or
-    the last one was inside of `no_sync()`; if neither is true, parameters were replaced. Or the wrapper finds the same
-    parameters without a gradient on every rank.
+    How it is detected: the gradients differ between the ranks, and the forward calls of the step bypassed the wrapper,
+    or the last one was inside of `no_sync()`; if neither is true, parameters were replaced. Or the wrapper finds the
+    same parameters without a gradient on every rank.
 
     Usual cause: the loop calls `ddp.module(x)`; `no_sync()` is around the last micro-batch of a step; or parameters
     were replaced after wrapping, by `.to()`, `.half()`, a new head or tied weights.
@@ -22,8 +22,8 @@ def ddp_does_not_exchange(run: RunContext, facts: RanksFacts) -> Results:
     Looks like: ranks.unused_parameters, where one rank alone has no gradients. Using `ddp.module` in an evaluation is
     correct.
 
-    Fix: call `ddp(x)`; leave `no_sync()` for the forward and backward pass of the last micro-batch; move, cast and
-    change the model first, then wrap it.
+    Fix: call `ddp(x)`; run forward and backward of the last micro-batch outside of `no_sync()`; move, cast and change
+    the model first, then wrap it.
 
     Sources: minimind #853, OpenTSLM #49, openvla-oft #160, pytorch/pytorch #104336.
     """
@@ -39,20 +39,20 @@ def ddp_does_not_exchange(run: RunContext, facts: RanksFacts) -> Results:
             remedy = "call the DistributedDataParallel object itself: ddp(x)"
         elif not exchange.last_synced:
             cause = "the last forward call of the step was inside of no_sync()"
-            remedy = "leave no_sync() for the forward and backward pass of the last micro-batch of each step"
+            remedy = "run forward and backward of the last micro-batch of each step outside of no_sync()"
         elif not facts.missing and not facts.are_changed_apart:
             cause = "parameters were moved or replaced after wrapping: its hooks belong to the old ones"
             remedy = "move and change the model first, then wrap it"
     if cause:
         yield run.finding(
             max(1, facts.newest),
-            symptom="DistributedDataParallel does not exchange the gradients"
+            symptom="DistributedDataParallel does not average the gradients"
             + (f", {since(differing)}" if differing else ""),
             cause=cause,
             remedy=remedy,
             since_step=differing.step if differing else None,
             evidence=[
                 ("forward calls through the wrapper", exchange.wrapped_calls if exchange else None),
-                ("of these outside of no_sync()", exchange.synced_calls if exchange else None),
+                ("forward calls through the wrapper outside of no_sync()", exchange.synced_calls if exchange else None),
             ],
         )

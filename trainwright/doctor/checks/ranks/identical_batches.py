@@ -11,10 +11,10 @@ def identical_batches(run: RunContext, facts: RanksFacts) -> Results:
 
     Exceptions: models that are divided among the ranks, which share a batch on purpose.
 
-    Usual cause: each rank reads the whole dataset in the same order.
+    Usual cause: each rank reads the full dataset in the same order.
 
-    Fix: `DataLoader(..., sampler=DistributedSampler(dataset))` and `sampler.set_epoch(epoch)`; for an iterable dataset
-    keep every n-th sample on rank n.
+    Fix: `DataLoader(..., sampler=DistributedSampler(dataset))` and `sampler.set_epoch(epoch)` before each epoch; for a
+    stream, `itertools.islice(stream, rank, None, world_size)`.
     """
     alike = facts.coincidence("samples")
     if alike is not None and alike.is_no_chance:

@@ -9,18 +9,17 @@ from trainwright.doctor.facts.ranks import RanksFacts
     explains=("precision.nonfinite_step", "ranks.replicas_diverged", "ranks.gradients_differ"),
 )
 def nonfinite_loss(run: RunContext, facts: RanksFacts) -> Results:
-    """The loss of one rank was not finite before any exchange, while that of another was.
+    """The loss of one rank became non-finite first, while that of another rank was finite.
 
-    Why it matters: the reduction makes the gradients of all ranks NaN, so every rank looks like the cause. This rank is
-    the cause.
+    Why it matters: averaging makes the gradients of all ranks NaN, so every rank looks like the cause.
 
-    How it is detected: each rank reports its own loss of the first step that is not finite, at once.
+    How it is detected: each rank reports its own loss, before any communication, in its first step that is not finite.
 
     Usual cause: the samples of that rank.
 
-    Looks like: precision.nonfinite_step without this finding: the loss of every rank is non-finite, or that of none.
+    Looks like: precision.nonfinite_step, where the losses of all ranks are non-finite, or of none.
 
-    Fix: see the findings of that rank in its own run folder; leave such an update out on all ranks at once.
+    Fix: read the findings of that rank in its own run folder; skip such an update on all ranks together.
 
     Sources: WeatherGenerator #2718, habitat-lab #2226.
     """
@@ -29,8 +28,8 @@ def nonfinite_loss(run: RunContext, facts: RanksFacts) -> Results:
         assert found is not None
         yield run.finding(
             found.step,
-            symptom=f"the loss of rank {status.rank} was {found.own_loss:g} in step {found.step} before any exchange, "
-            "that of others was finite",
+            symptom=f"the loss of rank {status.rank} was {found.own_loss:g} in step {found.step} before any "
+            "communication, while another rank's was finite",
             cause="" if found.inputs_finite else f"the inputs of rank {status.rank} are not finite",
             stage="forward" if found.inputs_finite else "input",
             since_step=found.step,

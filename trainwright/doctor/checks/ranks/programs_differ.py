@@ -9,16 +9,16 @@ from trainwright.doctor.facts.ranks import ProgramDifference, RanksFacts
 def programs_differ(run: RunContext, facts: RanksFacts) -> Results:
     """The ranks do not run the same program: modes, precision, loss or operations on the gradients differ.
 
-    How it is detected: modes, precision, loss and operations on the gradients are written as text, and the texts of the
-    ranks differ in two compared steps.
+    How it is detected: each rank describes its modes, precision, loss and operations on the gradients as text. The
+    texts differ in at least two compared steps.
 
     Exceptions: models that are divided among the ranks (pipeline stages).
 
     Usual cause: a branch of the loop depends on the rank, such as `if rank == 0: evaluate()` that leaves the model in
     eval mode.
 
-    Fix: let every rank take the same branch: decide on one rank and broadcast, or use values that are the same on all
-    ranks.
+    Fix: let every rank take the same branch: decide on rank 0 and use `dist.broadcast`, or use values that are the same
+    on all ranks.
     """
     differing = [each for each in facts.programs if each.is_no_chance]
     if not differing:

@@ -9,18 +9,17 @@ CAUSES_FIRST = ("hyperparameters", "micro_batches", "buffers", "moments", "weigh
 def replicas_diverged(run: RunContext, facts: RanksFacts) -> Results:
     """The ranks no longer have the same weights, moments, buffers, hyperparameters or number of micro-batches.
 
-    Why it matters: each rank trains a model of its own, and averaging gradients of different models trains none of
-    them.
+    Why it matters: each rank trains its own model. Averaged gradients of different models train none of them.
 
-    How it is detected: checksums of the bits are compared, often at first and later at every 16th step. A parameter is
+    How it is detected: checksums of the bits are compared, often at first and later in every 16th step. A parameter is
     a replica if DistributedDataParallel wraps it, or if all ranks have the same initial values of it, or the same
     gradients at the update.
 
     Exceptions: models that are divided among the ranks (tensor, sequence, expert and pipeline parallelism, FSDP);
     moments that one rank keeps for all; running statistics of norms; local SGD, as in ranks.gradients_differ.
 
-    Usual cause: each rank initialized its own weights; a scheduler that each rank steps by its own validation loss; a
-    load or a reset on one rank alone.
+    Usual cause: each rank initialized its own weights; each rank steps a scheduler by its own validation loss; only one
+    rank loads or resets its weights.
 
     Looks like: ranks.gradients_differ, resources.silent_corruption.
 
@@ -43,13 +42,13 @@ def replicas_diverged(run: RunContext, facts: RanksFacts) -> Results:
     where, step = one_rank(first.ranks), max(1, first.step)
     symptom = f"the ranks do not have the same {what}{f' ({listed(first.names)})' if first.names else ''}"
     symptom += f", {since(first)}" + (f": {in_ranks(first.ranks)} differ from the others" if first.ranks else "")
-    cause = f"{what} were changed on one rank alone"
+    cause = f"only one rank changed its {what}"
     if writers and first.what in ("moments", "weights"):
         where, step = one_rank(writers), facts.writers[writers[0]]
         symptom = f"the weights of {in_ranks(writers)} changed after the update of step {step}, those of others did not"
-        cause = "this rank alone writes to its weights: a checkpoint that is loaded, averaged weights, a reset"
+        cause = "only this rank writes to its weights: it loads a checkpoint, averages or resets them"
     elif at_begin:
-        cause = "each rank made its own weights, and nothing gave all of them those of one"
+        cause = "each rank initialized its own weights, and those of rank 0 were not broadcast"
     elif first.names == ("lr",):
         cause = "each rank computes its learning rate by itself, from its own loss or count of steps"
         where = Where(rank=where.rank, source=first.source or None)

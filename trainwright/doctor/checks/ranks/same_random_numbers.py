@@ -6,16 +6,16 @@ from trainwright.doctor.facts.ranks import RanksFacts, in_ranks
 def same_random_numbers(run: RunContext, facts: RanksFacts) -> Results:
     """The ranks draw the same random numbers for different samples, so dropout and noise average out less.
 
-    How it is detected: a step draws 16 numbers or more after its batch was read (dropout, noise, times of a diffusion),
-    and before these draws the generators of torch are in the same state on the ranks. This must be so in two compared
-    steps or more, and in at least half of all compared steps.
+    How it is detected: a step draws at least 16 random numbers after its batch was read (dropout, noise, diffusion
+    times). Before these draws the generators of torch are in the same state on the ranks, in at least two and at least
+    half of all compared steps.
 
     Exceptions: models that are divided among the ranks, ranks that divide the same samples, and single draws that all
     ranks must share, such as the choice of a branch.
 
     Usual cause: every rank was seeded with the same number.
 
-    Fix: `torch.manual_seed(seed + rank)` after the model was made; seed NumPy and the workers in the same way.
+    Fix: `torch.manual_seed(seed + rank)` after the model is created; seed NumPy and the workers in the same way.
 
     Sources: VeOmni #143, lingbot-vla-v2 #41, threestudio #195.
     """

@@ -6,21 +6,21 @@ from trainwright.doctor.facts.ranks import RanksFacts, RankStatus, in_ranks
 
 @check(stage="input")
 def stalled(run: RunContext, facts: RanksFacts) -> Results:
-    """A rank makes no progress, or does not report, and the others wait for it.
+    """A rank hangs or does not report, and the others wait for it.
 
-    How it is detected: each rank reports many times a second; one makes no progress for longer than `patience_s`, or
-    sends no report for 15 s. The finding is a warning while the process lives. If torch's flight recorder is on
-    (`TORCH_FR_BUFFER_SIZE=2000`, the default of `trainwright train RECIPE -- ...`), the finding contains the last
-    collective of each rank, and the first one in which the ranks differ. With NCCL, the finding contains the missing
-    ranks and the different counts of collectives that NCCL's RAS service reports.
+    How it is detected: each rank reports many times a second. One makes no progress for longer than `patience_s` (60 s
+    by default), or sends no report for 15 s. The finding is critical if it sends none or a process has ended, else a
+    warning. If torch's flight recorder is on (`TORCH_FR_BUFFER_SIZE=2000`, the default of `trainwright train RECIPE --
+    ...`), the finding contains the last collective of each rank, and the first one in which the ranks differ. With
+    NCCL, it contains the missing ranks and the different counts of collectives that NCCL's RAS service reports.
 
     Usual cause: that rank does something that the others do not (reads, evaluates, saves), hangs, or its process has
     ended.
 
-    Looks like: ranks.uneven_steps, where its loop is over.
+    Looks like: ranks.uneven_steps, where the loop of that rank has ended.
 
-    Fix: read `stack-rank-*.txt` in the run folder; do long work on one rank outside of the loop, or raise the timeout
-    of the process group.
+    Fix: read `stack-rank-*.txt` in the run folder. Do long work on one rank outside of the loop, or raise the timeout:
+    `init_process_group(timeout=timedelta(hours=1))`.
     """
     statuses = facts.statuses
     still = [each for each in statuses if each.stalled and not each.ended]
@@ -33,18 +33,16 @@ def stalled(run: RunContext, facts: RanksFacts) -> Results:
     if silent:
         symptom = f"{in_ranks([each.rank for each in late])} did not report for {first.silent_s:.0f} s, {place}"
     elif late:
-        symptom = f"{in_ranks([each.rank for each in late])} did not arrive for {first.still_s:.0f} s, {place}"
+        symptom = f"{in_ranks([each.rank for each in late])} made no progress for {first.still_s:.0f} s, {place}"
     else:
-        symptom = f"no rank makes progress for {first.still_s:.0f} s, {place}"
+        symptom = f"no rank made progress for {first.still_s:.0f} s, {place}"
     reported = [line for each in statuses for line in each.nccl]
     started = {f"rank {each.rank}": each.recorded[-1].what for each in still if each.recorded}
     disputed = _disputed(still)
     yield run.finding(
         max(1, first.begun),
         symptom=symptom,
-        cause=""
-        if late
-        else "the ranks wait for each other in collectives that do not match, or all for something else",
+        cause="" if late else "the ranks wait in collectives that do not match, or all wait for something else",
         severity="critical" if silent or any(each.ended for each in statuses) else None,
         sure=0.9 if late else 0.7,
         where=Where(rank=first.rank if late else None),

@@ -6,7 +6,7 @@ from trainwright.doctor.facts.ranks import RanksFacts, in_ranks, one_rank
 
 @check(stage="loop", confidence=0.85)
 def straggler(run: RunContext, facts: RanksFacts) -> Results:
-    """The same rank computes longest in every compared step, and the others wait for it.
+    """One rank is slower than the others in every compared step, and they wait for it.
 
     How it is detected: the step time of a rank is measured without the backward pass and without calls in which ranks
     wait. In three consecutive windows of 4 to 16 steps, it is at least 1.5 times that of the median rank, and longer by
@@ -14,8 +14,8 @@ def straggler(run: RunContext, facts: RanksFacts) -> Results:
 
     Usual cause: its machine, its data or its part of the work is slower.
 
-    Fix: compare clocks, temperature, data loading and other programs with those of the others; divide the work by
-    sequence length.
+    Fix: compare clock rates, temperature, data loading and other processes with those of the other ranks; divide the
+    work by sequence length.
 
     Sources: Llama 3, section 3.3.4.
     """
@@ -29,12 +29,12 @@ def straggler(run: RunContext, facts: RanksFacts) -> Results:
     machine = f" (machine {theirs.pop()})" if len(theirs) == 1 and not theirs & (others | {""}) else ""
     yield run.finding(
         max(1, facts.newest),
-        symptom=f"all ranks wait for {in_ranks(pace.behind)}{machine}: by itself it takes {1000 * own:.1f} ms a step, "
-        f"others {1000 * usual:.1f} ms",
+        symptom=f"all ranks wait for {in_ranks(pace.behind)}{machine}: its own work takes {1000 * own:.1f} ms a "
+        f"step, that of others {1000 * usual:.1f} ms",
         since_step=pace.since,
         where=one_rank(pace.behind),
         evidence=[
-            ("seconds a step by itself, by rank", [round(each, 6) for each in pace.own_s]),
+            ("seconds a step without waiting, by rank", [round(each, 6) for each in pace.own_s]),
             ("fraction of a step that others wait", round((own - usual) / pace.step_s, 3), 0),
         ],
     )

@@ -11,13 +11,14 @@ from trainwright.doctor.facts.ranks import RanksFacts
 def uneven_steps(run: RunContext, facts: RanksFacts) -> Results:
     """A rank ended its loop while others are in a later step and wait for it.
 
-    How it is detected: each rank reports its step; one has finished before a step in which another waits or has failed.
+    How it is detected: each rank reports its step. One has finished before a step in which another waits or has failed.
 
     Usual cause: the ranks have different numbers of batches, or one skips a step.
 
     Looks like: ranks.stalled, where the rank is still in its loop.
 
-    Fix: `drop_last=True` with a DistributedSampler, or train inside of `torch.distributed.algorithms.Join([ddp])`.
+    Fix: `DistributedSampler(dataset, drop_last=True)`, or train inside of `with
+    torch.distributed.algorithms.Join([ddp]):`.
 
     Sources: Automodel PR 2468.
     """

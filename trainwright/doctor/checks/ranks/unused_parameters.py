@@ -9,10 +9,10 @@ from trainwright.doctor.facts.ranks import RanksFacts
     explains=("ranks.replicas_diverged", "ranks.gradients_differ", "ranks.stalled", "ranks.uneven_steps"),
 )
 def unused_parameters(run: RunContext, facts: RanksFacts) -> Results:
-    """On one rank some parameters have no gradient: its loss does not depend on them, and the others wait for their
-    exchange.
+    """On one rank some parameters have no gradient, because its loss does not depend on them; the other ranks wait for
+    these gradients.
 
-    How it is detected: parameters without a gradient at the update are compared between the ranks; or the error of
+    How it is detected: parameters without a gradient at the update differ between the ranks, or the error of
     DistributedDataParallel names them.
 
     Exceptions: parameters that are unused on every rank; models that are divided among the ranks.
