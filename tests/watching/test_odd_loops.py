@@ -287,7 +287,7 @@ def test_generators_are_given_to_torch_unread() -> None:
 def test_a_loop_that_never_calls_backward() -> None:
     watch = both(loop_of(lambda model, optimizer: model(X).sum()))
     assert watch.step == 0
-    assert "neither backward nor a step" in said(watch)
+    assert "neither backward() nor a step" in said(watch)
 
 
 def test_a_loop_that_never_steps_holds_no_graph() -> None:
@@ -692,7 +692,7 @@ def test_a_loop_in_another_thread() -> None:
         thread.join()
     assert watch.step == 0
     [found] = [each for each in watch.findings() if each.code == "loop.unseen"]
-    assert "in its thread" in found.symptom
+    assert "in the thread of the watch" in found.symptom
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ def _found(before: int, after: int) -> list[Found]:
 @pytest.mark.parametrize(("before", "after"), [(0, 12), (10, 20), (80, 120)], ids=["at once", "later", "light steps"])
 def test_an_optimizer_that_the_loop_makes_again_is_a_warning(before: int, after: int) -> None:
     (found,) = _found(before, after)
-    assert found.severity == "warning" and "make the optimizer once" in found.remedy
+    assert found.severity == "warning" and "create the optimizer once" in found.remedy
     assert str(found.where.source).startswith("test_unseen.py:")
 
 

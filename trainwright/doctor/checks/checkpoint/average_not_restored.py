@@ -6,7 +6,7 @@ MIN_RELATIVE_DISTANCE = 0.5  # Relative to the norm of the weights. Independent 
 
 @check(points_at="load", stage="loop", confidence=0.85, since_step=1)
 def average_not_restored(run: RunContext, facts: AveragesFacts) -> Results:
-    """After a resume the moving average starts far from the weights.
+    """After a resume, the moving average (EMA) starts far from the weights.
 
     Why it matters: evaluations and saved models use the average, which stays near a fresh initialisation for many
     steps.
@@ -15,11 +15,12 @@ def average_not_restored(run: RunContext, facts: AveragesFacts) -> Results:
     from the weights than half of their norm. That initial distance is computed from a later measurement and the decay
     of the average.
 
-    Usual cause: the average (EMA) was not restored from the checkpoint, so it starts from the initialisation.
+    Usual cause: the average was not restored from the checkpoint, so it starts from the initial weights.
 
     Looks like: optim.average_does_not_follow, where the factors of the average are wrong.
 
-    Fix: save and load the average with the model, or copy the loaded weights into it.
+    Fix: save and load the average with the model, or copy the loaded weights into it:
+    `average.load_state_dict(model.state_dict())`.
 
     Sources: ai2cm/ace#349, Vchitect/Latte#55.
     """
@@ -31,8 +32,8 @@ def average_not_restored(run: RunContext, facts: AveragesFacts) -> Results:
         gap = copy.gap / (1.0 - share) ** (copy.moves[0].step - 1)
         if copy.gap > MIN_RELATIVE_DISTANCE / 10 and gap > MIN_RELATIVE_DISTANCE:
             yield run.finding(
-                symptom=f"the average of {copy.of} (a {copy.kind}) began about {gap:.2g} times the size of the weights "
-                f"away from them, though the optimizer was resumed",
+                symptom=f"the average of {copy.of} (a {copy.kind}) was about {gap:.2g} times the norm of the weights "
+                f"away from them at the start, although the optimizer was resumed",
                 evidence=[
                     (
                         "distance from the weights, relative to their size",

@@ -10,11 +10,12 @@ def kept_state_changes(run: RunContext, facts: KeptFacts) -> Results:
 
     Why it matters: the "best" weights are those of the last step.
 
-    How it is detected: the version counters of the tensors in each dictionary that `state_dict()` of a watched model
+    How it is detected: by the version counters of the tensors in each dictionary that `state_dict()` of a watched model
     returns. They are compared when the dictionary or a shallow copy of it is loaded or saved, or at the end if it still
     exists. A model that is loaded with its own live tensors, taken at an earlier step, is reported as well.
 
-    Exceptions: a dictionary that was copied or saved in time, and one that is left over from the last evaluation.
+    Exceptions: a dictionary that was copied or saved before the next update, and one that is left over from the last
+    evaluation.
 
     Usual cause: `best = model.state_dict()`, which holds references and no copies. So do `dict(model.state_dict())`
     and, of a model on the CPU, `{k: v.cpu() for k, v in model.state_dict().items()}`.
@@ -28,8 +29,8 @@ def kept_state_changes(run: RunContext, facts: KeptFacts) -> Results:
     elif facts.changed:
         kept = facts.changed[0]
         yield run.finding(
-            symptom=f"the state that was taken after step {kept.taken} is {USES[kept.used]} after step {kept.used_at}, "
-            "with the weights of then",
+            symptom=f"the state_dict() of step {kept.taken} is {USES[kept.used]} after step {kept.used_at}, with "
+            "the weights of that step",
             sure=0.95 if kept.used == "load" else 0.85 if kept.used else 0.6,
             since_step=kept.taken,
             where=Where(source=kept.source),

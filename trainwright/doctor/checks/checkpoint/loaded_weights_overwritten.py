@@ -14,15 +14,16 @@ MIN_RATIO = 1.1  # Loss / loss of a constant prediction, in the first steps
 def loaded_weights_overwritten(run: RunContext, facts: ResumeFacts) -> Results:
     """Weights were loaded and then overwritten before the first step, so training starts from scratch.
 
-    How it is detected: samples of each weight right after `load_state_dict`, and at the first forward call. Or the
-    optimizer was resumed (its state counts 50 updates), and in the first steps the loss is a tenth above that of the
-    best constant prediction.
+    How it is detected: samples of each weight are compared right after `load_state_dict` and at the first forward call;
+    weights with at least 80 % of the loaded values have changed. Or the optimizer was resumed (its state counts at
+    least 50 updates), and in the first 8 steps the loss is more than a tenth above that of the best constant
+    prediction.
 
     Exceptions: only a new head is overwritten; weights that were only cast or scaled.
 
-    Usual cause: the model is initialised after `load_state_dict`; or only the optimizer is loaded.
+    Usual cause: the model is initialized after `load_state_dict`; or only the optimizer is loaded.
 
-    Fix: initialise first, `load_state_dict` last.
+    Fix: call `model.load_state_dict(...)` after every initialization, and load the model as well as the optimizer.
 
     Sources: huggingface/picotron#32.
     """
@@ -43,7 +44,7 @@ def loaded_weights_overwritten(run: RunContext, facts: ResumeFacts) -> Results:
                     step,
                     symptom=f"the optimizer continues after {weights.updates_before} updates, but {call.op} begins at "
                     f"{fmean(ratios):.2g} times the loss of a constant prediction",
-                    cause="the weights were initialised after the checkpoint was loaded, or were not loaded",
+                    cause="the weights were initialized after the checkpoint was loaded, or were not loaded",
                     severity="warning",
                     sure=0.8,
                     since_step=1,

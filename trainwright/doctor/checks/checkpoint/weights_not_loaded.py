@@ -4,17 +4,17 @@ from trainwright.doctor.facts.calls import ResumeFacts
 
 @check(points_at="load", stage="input", confidence=0.95)
 def weights_not_loaded(run: RunContext, facts: ResumeFacts) -> Results:
-    """Weights of the model are not in the state that is loaded, and `strict=False` hides it.
+    """Weights of the model are missing in the state that is loaded, and `strict=False` hides it.
 
     How it is detected: the missing keys of `load_state_dict` differ from the keys of the loaded state only by a prefix,
-    or are half of the model. Or a state among the variables of the loop fits the model except for a prefix, and no
-    module has its values.
+    or are at least half of the model. Or a state among the variables of the loop fits the model except for a prefix,
+    and no module has its values.
 
     Exceptions: a part that is new, such as a head; the state of an adapter without its frozen weights.
 
     Usual cause: names that differ by `module.`, `_orig_mod.` or `model.`.
 
-    Fix: add or strip the prefix, and load with `strict=True`.
+    Fix: remove the prefix, `{k.removeprefix("module."): v for k, v in state.items()}`, and load with `strict=True`.
 
     Sources: Lightning #4333, torchgeo/torchgeo#4036.
     """
@@ -28,5 +28,5 @@ def weights_not_loaded(run: RunContext, facts: ResumeFacts) -> Results:
             severity="critical" if len(load.missing) == load.tensors else None,
             sure=None if load.prefix is not None else 0.8,
             since_step=max(1, load.step),
-            evidence=[("missing", list(load.missing[:4])), ("without a place", list(load.unexpected[:4]))],
+            evidence=[("missing keys", list(load.missing[:4])), ("unexpected keys", list(load.unexpected[:4]))],
         )

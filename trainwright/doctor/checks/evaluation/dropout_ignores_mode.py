@@ -6,8 +6,8 @@ from trainwright.doctor.facts.modes import DropsFacts
 def dropout_ignores_mode(run: RunContext, facts: DropsFacts) -> Results:
     """A dropout stays on in eval mode, so predictions are random.
 
-    How it is detected: one forward pass is replayed with every module in eval mode; a dropout function or a random mask
-    with a fixed rate that is called there is reported.
+    How it is detected: one forward pass is replayed with every module in eval mode. A dropout function or a random mask
+    with a fixed rate that is still applied is reported.
 
     Usual cause: `F.dropout(x)` without `training=`, which defaults to True; `dropout_p` in
     `scaled_dot_product_attention`.

@@ -7,17 +7,17 @@ MAX_FRACTION = 0.25
 
 @check(stage="loop", confidence=0.9)
 def in_train_mode(run: RunContext, facts: ModesFacts) -> Results:
-    """An evaluation runs in train mode.
+    """An evaluation runs in train mode: `model.eval()` is missing.
 
     Why it matters: dropout is on and batch normalization learns from the validation set, so the validation loss is
     noisy and too high, and statistics of the validation set leak into the model.
 
-    How it is detected: forward passes without gradients, between steps, on batches that are not used for training.
+    How it is detected: forward passes without gradients, between steps, on batches that are not used for training, run
+    in train mode, from the first evaluation on or after evaluations in eval mode.
 
     Exceptions: frequent passes. If more than a quarter of the steps follow one, they count as part of the step.
 
-    Usual cause: `model.eval()` is missing before the evaluation, or before some evaluations. `no_grad` does not change
-    the mode.
+    Usual cause: `model.eval()` is missing before all or some evaluations. `torch.no_grad()` does not change the mode.
 
     Looks like: evaluation.dropout_ignores_mode, where the modules are in eval mode.
 

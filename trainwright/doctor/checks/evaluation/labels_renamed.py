@@ -9,19 +9,19 @@ def labels_renamed(run: RunContext, facts: EvaluationFacts) -> Results:
     Why it matters: right predictions count as wrong, so the reported accuracy says nothing about the model.
 
     How it is detected: the predictions of an evaluation are counted for each target class. At least half of the samples
-    of two or more classes are predicted as one other class, no two classes are predicted as the same one, and with
-    these names at least 20 % more predictions are right.
+    of two or more classes are predicted as one other class, and no two classes as the same one. With the classes
+    renamed in this way, at least 20 % more predictions are right.
 
     Exceptions: fewer than 64 samples, or classes with fewer than 8.
 
-    Usual cause: the class numbers are made for each split from its own folders or labels, and one split lacks a class;
-    `LabelEncoder().fit_transform` of each split; labels that begin at 1 in one of them.
+    Usual cause: class numbers are made for each split from its own folders or labels, and one split lacks a class;
+    `LabelEncoder().fit_transform` is called on each split; labels begin at 1 in one split.
 
     Looks like: data.validation_encoded_apart, where the inputs are encoded in two ways.
 
-    Fix: make the mapping once, from the training set, and pass it to the validation set:
+    Fix: make the mapping once, from the training set, and use it for the validation set:
 
-        val = LeafFolder(root, class_to_idx=train.class_to_idx)
+        val_labels = [train.class_to_idx[name] for name in val_class_names]
 
     Sources: ultralytics/ultralytics#13936, huggingface/pytorch-image-models#957, weecology/DeepForest PR 1147.
     """

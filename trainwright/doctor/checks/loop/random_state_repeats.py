@@ -8,8 +8,8 @@ MIN_REPEATS = 4
 def random_state_repeats(run: RunContext, facts: SteadinessFacts) -> Results:
     """Steps begin with the random state of earlier steps, so noise and dropout masks repeat.
 
-    How it is detected: a hash of the state of the default generators at the first forward call of a step, in every step
-    until 64 and then in every eighth. Four repeats are a finding. Resuming a run or repeating a step causes only one.
+    How it is detected: a hash of the state of the default generators is compared at the first forward call of each step
+    until 64, then of every eighth. Four repeats are a finding. Resuming a run or repeating a step causes only one.
 
     Usual cause: the generator is seeded again inside the loop (`torch.manual_seed` for a preview or an evaluation), or
     its state is restored.
@@ -23,8 +23,8 @@ def random_state_repeats(run: RunContext, facts: SteadinessFacts) -> Results:
         yield NotApplicable("no random numbers are drawn while a step runs")
     elif facts.repeats >= MIN_REPEATS:
         yield run.finding(
-            symptom=f"{facts.repeats} steps began in a random state in which an earlier one began: step "
-            f"{facts.since_repeat} in that of step {facts.repeated_step}",
+            symptom=f"{facts.repeats} steps began with the random state of an earlier step: step {facts.since_repeat} "
+            f"with that of step {facts.repeated_step}",
             since_step=facts.since_repeat,
             where=Where(source=facts.seeded_at, shown_at=facts.seeded_at),
             evidence=[("steps whose random state repeats", facts.repeats, 0)],

@@ -6,13 +6,14 @@ from trainwright.doctor.facts.wiring import StatementsFacts
 def result_discarded(run: RunContext, facts: StatementsFacts) -> Results:
     """A statement has no effect: the result of a function is discarded, or a method is named and not called.
 
-    Why it matters: a mask is not applied, an augmentation does not happen, a mode does not change. Nothing fails.
+    Why it matters: a mask is not applied, an augmentation does not happen, or a mode does not change. There is no
+    error.
 
-    How it is detected: in the source of the loop, the models, the data sets and their functions. A statement is a call
-    that has no effect but its result: a method of a tensor that has a twin with an underscore (`masked_fill` and
-    `masked_fill_`), a layer without state, or a function of the user that returns a value and changes nothing else. Or
-    it names `eval`, `train`, `step`, `zero_grad` or `backward` without parentheses. A statement in a condition counts
-    if it was executed in steps 2 to 6. This is traced with `sys.settrace` unless a debugger or coverage is active.
+    How it is detected: in the source of the loop, the models, the data sets and their functions. A statement calls a
+    tensor method that also exists with an underscore (`masked_fill` and `masked_fill_`), a layer without state, or a
+    function of the user that returns a value and changes nothing else. Or it names `eval`, `train`, `step`, `zero_grad`
+    or `backward` without parentheses. A statement in a condition counts if it was executed in steps 2 to 6. This is
+    traced with `sys.settrace` unless a debugger or coverage is active.
 
     Usual cause: `scores.masked_fill(mask, float("-inf"))` without an assignment, or `model.eval` for `model.eval()`.
 

@@ -6,31 +6,33 @@ from trainwright.doctor import Results, RunContext, Where, by_experiment, check
 from trainwright.runs.json_values import Facts
 
 NO_STEP = {
-    "": "neither the model nor the optimizer that the watch was given was used in its thread",
-    "forward": "the model was called, and neither backward nor a step of the optimizer was seen",
+    "": "the watched model and the watched optimizer were not used in the thread of the watch",
+    "forward": "the model was called, but neither backward() nor a step of the watched optimizer was observed",
     "autograd_grad": "gradients were computed by torch.autograd.grad, and the optimizer never stepped",
-    "backward": "backward() was seen, and no step of the optimizer",
-    "other_step": "an optimizer stepped that the watch was not given, and the one that it was given never did",
+    "backward": "backward() was called, but no step of the watched optimizer was observed",
+    "other_step": "an optimizer that was not passed to the watch stepped, and the watched one never did",
 }
 """Description of a loop without a step, by the last of these events that it had."""
-PASS_ALL_OBJECTS = "pass the watch the module that the loop calls and every optimizer that steps"
-KEEP_OPTIMIZER = "make the optimizer once, before the watch, or pass the watch the one that steps"
+PASS_ALL_OBJECTS = "pass the module that the loop calls and every optimizer that steps to tw.watch"
+KEEP_OPTIMIZER = "create the optimizer once, before tw.watch, or pass the one that steps to it"
 
-OF_OTHER = "the loop makes its optimizer again, for example in each epoch, or the watch was not given all optimizers"
+OF_OTHER = (
+    "the loop creates its optimizer again, for example in each epoch, or not all optimizers were passed to the watch"
+)
 
 
 @check(stage="loop", severity="info", confidence=1.0)
 def unseen(run: RunContext) -> Results:
     """A part of the loop cannot be observed, so it is not examined.
 
-    Why it matters: the absence of findings does not mean that this part is correct. It is a warning if no step was
-    seen, or if most updates were made by an optimizer that the watch was not given.
+    Why it matters: the absence of findings does not mean that this part is correct. The finding is a warning if no step
+    was observed, or if most updates were made by an optimizer that was not passed to the watch.
 
     How it is detected: the part is missing in half of the last eight recorded steps, or the run has ended without a
     step.
 
     Usual cause: calls that bypass the module (`model.forward(x)`), a compiled model around the watched one, an
-    optimizer that was not passed to the watch, gradients written by hand, an empty loader or range of epochs.
+    optimizer that was not passed to `tw.watch`, gradients written by hand, an empty loader or range of epochs.
 
     Fix: call `model(x)`; pass all models, optimizers and scalers, as in `tw.watch([generator, discriminator], [opt_g,
     opt_d], scaler=scaler)`; print `len(loader)`.
@@ -43,7 +45,7 @@ def unseen(run: RunContext) -> Results:
     remedies = dict.fromkeys(remedy for _, _, remedy in blanks if remedy)
     if blanks:
         yield run.finding(
-            symptom="not all of this loop can be seen: " + "; ".join(what for what, _, _ in blanks),
+            symptom="parts of this loop are not observed: " + "; ".join(what for what, _, _ in blanks),
             cause=OF_OTHER if is_of_other else "" if remedies else "the loop trains in a way that is not recorded",
             remedy="; ".join(remedies) or "none is needed if it is intended; other checks still run",
             severity="warning" if is_of_other or (is_empty and not events) else None,
@@ -75,7 +77,7 @@ def _blanks(run: RunContext) -> Iterator[tuple[str, str, str]]:
         yield NO_STEP[kind], "in the whole run", KEEP_OPTIMIZER if "other_step" in seen else PASS_ALL_OBJECTS
     elif run.finished and (later := _latest(run, "unfinished").get("other_steps", 0)) > run.steps[-1].step:
         at = run.steps[-1].step
-        what = f"after step {at} only an optimizer that the watch was not given made updates"
+        what = f"after step {at} only an optimizer that was not passed to the watch made updates"
         yield what, f"{later} of {later + at} updates", KEEP_OPTIMIZER
     last = run.steps[-8:]
     if not last or (len(last) < 3 and not run.finished):
@@ -85,7 +87,7 @@ def _blanks(run: RunContext) -> Iterator[tuple[str, str, str]]:
     )
     counts["no loss was seen"] = sum(each.values.get("losses") == [] and math.isnan(each.loss) for each in last)
     counts["gradients are changed by hand before the update"] = sum(bool(each.values.get("edited")) for each in last)
-    other = "an optimizer that the watch was not given steps parameters of the model"
+    other = "an optimizer that was not passed to the watch steps parameters of the model"
     counts[other] = sum(any(kind == "other_step" and n for kind, n in each.events) for each in last)
     for what, count in counts.items():
         if 2 * count >= len(last):

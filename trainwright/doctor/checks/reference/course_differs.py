@@ -13,14 +13,15 @@ MIN_DEVIATIONS = 4.0  # In standard deviations of the reference run. Its batches
 def course_differs(run: RunContext, reference: ReferenceFacts) -> Results:
     """Losses, gradient norms or learning rates differ from those of the reference run at the same steps.
 
-    How it is detected: the learning rate differs at a common step. Or the mean loss or gradient norm of the first or of
-    the last 8 common steps differs by a quarter and by 4 standard deviations of the reference run.
+    How it is detected: the learning rate differs by more than 1 % at a common step. Or the mean loss or gradient norm
+    of the first or of the last 8 common steps differs by more than a quarter and more than 4 standard deviations of the
+    reference run.
 
     Usual cause: another initialization, learning rate, loss, batch size or amount of data.
 
     Looks like: reference.program_differs, which names the difference in the program.
 
-    Fix: first fix the first difference in the program. If there is none, compare the learning rates.
+    Fix: first fix what reference.program_differs reports. If it reports nothing, compare the learning rates.
     """
     if (here := traits_of(run)).steps < MIN_STEPS:
         return

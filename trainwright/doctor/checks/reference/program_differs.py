@@ -14,8 +14,8 @@ def program_differs(run: RunContext, reference: ReferenceFacts) -> Results:
     the fraction of rows that are still new at the end; the number of weights that have changed, if both runs have
     equally many trainable tensors.
 
-    Usual cause: a call, a mode or a part of the model that was changed or lost between the two programs; another data
-    set, batch size or preprocessing; a part of the model that is cut off from the loss, frozen, or missing in the
+    Usual cause: a call, a mode or a part of the model that was changed or removed between the two programs; another
+    data set, batch size or preprocessing; a part of the model that is cut off from the loss, frozen, or missing in the
     optimizer.
 
     Looks like: gradient.graph_cut, optim.weights_never_move, which name the weights that do not change.

@@ -8,15 +8,15 @@ from trainwright.doctor.facts.resources import MemoryFacts
 def graph_grows(run: RunContext, facts: MemoryFacts) -> Results:
     """The graph of a step reaches back into earlier steps, and is longer in each.
 
-    How it is detected: the nodes of the graph behind the loss are counted in some steps: their number rises steadily
-    and doubles, and some of them belong to earlier steps.
+    How it is detected: the nodes of the graph behind the loss are counted in at least five steps. Their number rises
+    steadily and doubles, and some of them belong to earlier steps.
 
-    Usual cause: a state that is carried from step to step is not detached; `retain_graph=True` hides the error that
-    reports it.
+    Usual cause: a state that is carried from step to step is not detached. `retain_graph=True` hides the error that
+    would report it.
 
     Looks like: resources.graphs_kept, where old graphs are kept, but backward does not traverse them.
 
-    Fix: `hidden = hidden.detach()` between steps, for an LSTM `tuple(h.detach() for h in hidden)`; drop
+    Fix: `hidden = hidden.detach()` between steps, for an LSTM `tuple(h.detach() for h in hidden)`; remove
     `retain_graph=True`.
 
     Sources: pytorch/examples (`repackage_hidden` of the word language model).

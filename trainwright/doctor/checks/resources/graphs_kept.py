@@ -10,7 +10,7 @@ def graphs_kept(run: RunContext, exams: Every[MemoryFacts]) -> Results:
     """Graphs of earlier steps are still in memory: a running total, or a list of losses or outputs, keeps them.
 
     How it is detected: by weak references to the outputs of the last 64 steps and to the graphs behind their losses. Of
-    the outputs or graphs that are older than three steps, at least eight and at least 30 % are alive.
+    the outputs or graphs that are more than three steps old, at least eight and at least 30 % are alive.
 
     Exceptions: outputs without a graph; a bounded window, such as truncated backpropagation through time.
 

@@ -13,18 +13,18 @@ MIN_FRACTION = 0.1
 def memory_grows(run: RunContext, facts: GrowthFacts) -> Results:
     """Memory grows from step to step, once caches are filled.
 
-    How it is detected: bytes that are allocated and not freed, on the GPU and in the process: over at least eight
-    readings after step 64, they grow by 64 MiB and by a tenth. Three of four readings rise, and the growth continues in
-    the second half.
+    How it is detected: from the bytes that are allocated and not freed, on the GPU and in the process. Over at least
+    eight readings after step 64, they grow by more than 64 MiB and a tenth. Three of four readings rise, and the growth
+    continues in the second half.
 
-    Exceptions: freed blocks that the allocator keeps and pages of mapped files do not count. A buffer that is filled to
-    its bound looks the same until it is full.
+    Exceptions: blocks that the allocator keeps after they are freed, and pages of mapped files. A buffer that is being
+    filled looks like a leak until it is full.
 
-    Usual cause: something is kept of every step: outputs, batches, histories, caches without a bound.
+    Usual cause: the loop keeps something of every step: outputs, batches, histories, caches without a limit.
 
     Looks like: resources.graphs_kept.
 
-    Fix: look for lists and dicts that the loop appends to; keep numbers, not tensors.
+    Fix: search for lists and dicts that the loop appends to, and store `x.item()` instead of tensors.
 
     Sources: PyTorch FAQ, "My model reports cuda runtime error(2): out of memory".
     """

@@ -3,7 +3,7 @@ from trainwright.doctor import NotApplicable, Results, RunContext, check
 
 @check(names_cause=False, stage="loop", confidence=0.5)
 def not_reproducible(run: RunContext) -> Results:
-    """A step that is replayed from its bundle does not give the recorded bits.
+    """A recorded step, replayed by `trainwright replay`, does not give the same bits.
 
     How it is detected: `trainwright replay` compares losses, gradients and weights of the replay with the recorded
     ones.

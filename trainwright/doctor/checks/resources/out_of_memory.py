@@ -33,14 +33,15 @@ def _gib(num_bytes: int) -> str:
 def out_of_memory(run: RunContext) -> Results:
     """A step ran out of memory.
 
-    How it is detected: the engine records each attempt that ran out of memory, with the memory in use at that time.
+    How it is detected: the engine of `tw.fit` and recipes records each attempt that ran out of memory, with the memory
+    in use at that time.
 
-    Usual cause: the micro-batch is too large for the device; or something is not released between steps: then the
-    memory still in use after each attempt grows.
+    Usual cause: the micro-batch is too large for the device. Or memory is not released between steps: then the memory
+    in use after each attempt grows.
 
     Looks like: resources.memory_grows.
 
-    Fix: activation checkpointing, bfloat16, a smaller micro-batch (`batch.micro: auto` chooses it).
+    Fix: activation checkpointing, bfloat16, or a smaller micro-batch (`batch.micro: auto` chooses it).
     """
     tries = [record for record in run.records if isinstance(record, OutOfMemory)]
     if not tries:
@@ -57,7 +58,7 @@ def out_of_memory(run: RunContext) -> Results:
         last.step,
         since_step=tries[0].step,
         symptom=f"step {last.step} ran out of memory ({last.phase}{where}) with {last.micro} samples at a time, {then}",
-        cause="the memory held between steps grows, so ever smaller micro-batches run out: something is not released"
+        cause="the memory held between steps grows: something is not released, so smaller micro-batches run out, too"
         if leaks
         else f"of {_gib(last.in_use_bytes)} in use, {held}",
         remedy="; ".join(_remedies(last, leaks)),

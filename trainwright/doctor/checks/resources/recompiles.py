@@ -6,12 +6,13 @@ MIN_TIMES = 3  # torch compiles once for the first size, once for any size, and 
 
 @check(stage="loop", confidence=0.95)
 def recompiles(run: RunContext, facts: CompilationFacts) -> Results:
-    """torch.compile compiles the same function again and again during the training.
+    """torch.compile compiles the same function again and again during the training. Each compilation takes seconds.
+    After eight of them torch stops compiling the function and runs it uncompiled.
 
     Each compilation takes seconds. After eight of them torch stops compiling the function and runs it uncompiled.
 
     How it is detected: torch records each compilation with the guard that failed. After the first 4 steps, one function
-    was compiled again three times or more.
+    was recompiled three times or more.
 
     Exceptions: one or two recompilations, for a short last batch or sequences of another length.
 

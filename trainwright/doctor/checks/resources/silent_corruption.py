@@ -9,7 +9,7 @@ CAUSES = ("hyperparameters", "micro_batches", "gradients", "moments")
 
 @check(stage="update", severity="critical", explains=("ranks.replicas_diverged", "ranks.gradients_differ"))
 def silent_corruption(run: RunContext, facts: RanksFacts) -> Results:
-    """A rank computes wrongly: its weights changed without an update, or other ranks cannot repeat its gradients.
+    """A rank computes wrongly: its weights changed without an update, or other ranks cannot reproduce its gradients.
 
     How it is detected: all ranks made the same updates from the same gradients, and the weights of one differ; or a
     parameter changed by one bit between two updates. With `deterministic: true`, two other ranks replay the batch of
@@ -22,8 +22,8 @@ def silent_corruption(run: RunContext, facts: RanksFacts) -> Results:
 
     Looks like: ranks.replicas_diverged, where code writes to several weights of one rank.
 
-    Fix: take weights and optimizer state of another rank or the last checkpoint; test that machine and its GPU
-    (`dcgmi diag -r 3`), and leave it out.
+    Fix: load weights and optimizer state of another rank or of the last checkpoint. Test that machine and its GPU
+    (`dcgmi diag -r 3`), and do not use it until then.
 
     Sources: Llama 3, section 3.3.4; arXiv 2605.04213.
     """

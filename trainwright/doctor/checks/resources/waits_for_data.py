@@ -10,14 +10,13 @@ MIN_WAIT_S = 0.01  # Collating a batch of small samples takes less
 def waits_for_data(run: RunContext) -> Results:
     """A large part of each step is spent waiting for data.
 
-    How it is detected: in the median of the last 64 steps, the wait for the loader is half of the step time and at
-    least 10 ms.
+    How it is detected: in the median of the last 64 steps, the wait for the loader is at least half of the step time
+    and at least 10 ms.
 
-    Usual cause: the loader reads or prepares slower than the model computes.
+    Usual cause: the loader reads or prepares batches slower than the model computes.
 
-    Fix: time a loop over the loader alone, with `num_workers=0` and with more. If reading a sample is fast,
-    transferring batches from workers costs more than it saves. If it is slow, add workers or preprocess the data in
-    advance.
+    Fix: time `for batch in loader: pass`, with `num_workers=0` and with more. If `num_workers=0` is faster, sending
+    batches from workers costs more than it saves. Else add workers or preprocess the data in advance.
 
     Sources: Mohan et al. 2021, Analyzing and mitigating data stalls in DNN training.
     """
@@ -32,6 +31,6 @@ def waits_for_data(run: RunContext) -> Results:
     if wait < MIN_WAIT_FRACTION * step or wait < MIN_WAIT_S:
         return
     yield run.finding(
-        symptom=f"{1000 * wait:.3g} of {1000 * step:.3g} ms of a step are waited for data",
-        evidence=[("fraction of a step that is waited", round(wait / step, 2), f"below {MIN_WAIT_FRACTION:g}")],
+        symptom=f"a step of {1000 * step:.3g} ms waits {1000 * wait:.3g} ms for data",
+        evidence=[("fraction of a step spent waiting", round(wait / step, 2), f"below {MIN_WAIT_FRACTION:g}")],
     )

@@ -9,14 +9,14 @@ MIN_BYTES_PER_OBJECT = 6  # A tenth of the bytes of an object. Reading one copie
 def workers_copy_dataset(run: RunContext, facts: MemoryFacts) -> Results:
     """Each worker of the loader makes a copy of the dataset in its own memory.
 
-    How it is detected: the memory that workers share with no other process is read from time to time. It grows by at
+    How it is detected: the memory that a worker shares with no other process is read from time to time. It grows by at
     least 1 MiB, and by at least 6 bytes for each Python object in the lists and dicts of the dataset. The dataset has
-    100,000 of these objects or more.
+    at least 100,000 of these objects.
 
     Usual cause: a dataset holds lists or dicts of Python objects. Reading one in a forked worker writes its reference
     count, which copies its memory page.
 
-    Fix: hold the data in NumPy arrays, tensors or Arrow tables.
+    Fix: store the data in NumPy arrays, tensors or Arrow tables instead of lists and dicts.
 
     Sources: pytorch/pytorch #13246, #20433.
     """
