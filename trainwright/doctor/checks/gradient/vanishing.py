@@ -19,8 +19,6 @@ def vanishing(run: RunContext, looks: Every[LayersFacts]) -> Results:
 
     Usual cause: saturating activations (sigmoid, tanh) or small weights in a deep network without residual connections.
 
-    Looks like: model.dead_relu, precision.fp16_underflow.
-
     Fix: ReLU or GELU instead of sigmoid and tanh; residual connections with normalization; Kaiming initialization.
 
     Sources: AutoTrainer (Zhang et al., ICSE 2021).

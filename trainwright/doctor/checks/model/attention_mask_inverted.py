@@ -4,9 +4,9 @@ from trainwright.doctor.facts.layers import LayersFacts
 
 @check(stage="forward", severity="critical", confidence=0.95, explains=("model.padding_changes_output",), since_step=1)
 def attention_mask_inverted(run: RunContext, facts: LayersFacts) -> Results:
-    """The attention mask is inverted: attention hides the tokens and sees only the padding.
+    """The attention mask is inverted: attention ignores the tokens and attends only to padding.
 
-    Why it matters: the layer sees nothing of the sequence. The loss still falls, because other layers see the tokens.
+    Why it matters: the layer ignores the sequence. The loss still falls, because other layers see the tokens.
 
     How it is detected: rows of token ids with different lengths are padded at one end, and the keys that attention
     hides from all queries of a row are exactly those that are not padding, in two or more training passes.
@@ -16,7 +16,7 @@ def attention_mask_inverted(run: RunContext, facts: LayersFacts) -> Results:
 
     Looks like: model.padding_changes_output, where attention sees padding in addition to the tokens.
 
-    Fix: invert the mask: `key_padding_mask=ids == padding`, `scores.masked_fill(~mask, -inf)`.
+    Fix: invert the mask: `key_padding_mask=ids == pad_id`, `scores.masked_fill(~mask, float("-inf"))`.
 
     Sources: lucidrains/halonet-pytorch#6, InseeFrLab/torchTextClassifiers#92.
     """

@@ -8,7 +8,7 @@ from trainwright.doctor.facts.layers import LayersFacts
 def bn_double_update(run: RunContext, exams: Every[LayersFacts]) -> Results:
     """BatchNorm updates its running statistics more often than the forward pass ran.
 
-    How it is detected: The change of `num_batches_tracked` in an examined step is compared with the number of calls in
+    How it is detected: the change of `num_batches_tracked` in an examined step is larger than the number of calls in
     the forward pass.
 
     Exceptions: a momentum of 1 - sqrt(0.9), which compensates for it.

@@ -9,9 +9,9 @@ def bn_tiny_batch(run: RunContext, exams: Every[LayersFacts]) -> Results:
     How it is detected: in two examined steps, the input of a BatchNorm in train mode has at most two samples, or at
     most four values for each channel.
 
-    Exceptions: an image or two, with 32 or more values for each channel, are reported only with -v.
+    Exceptions: with 32 or more values for each channel, as for one or two images, it is reported only with -v.
 
-    Usual cause: a batch of one or two samples; the variance of so few values is noise, and evaluation uses the running
+    Usual cause: a batch of one or two samples. The variance of so few values is noise, and evaluation uses the running
     average instead.
 
     Fix: `nn.GroupNorm` or LayerNorm; SyncBatchNorm over several devices; a larger micro-batch.

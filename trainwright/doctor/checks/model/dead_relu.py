@@ -16,18 +16,16 @@ def dead_relu(run: RunContext, looks: Every[LayersFacts]) -> Results:
 
     Why it matters: a unit that is never active has no gradient, so it cannot come back.
 
-    How it is detected: by the inputs of every ReLU in a few steps. In 40 % of its units, all inputs are negative, and
-    their mean is below 0 by more than four standard deviations: both the measured one and the one that the weights
-    predict.
+    How it is detected: by the inputs of every ReLU in a few steps. In at least 40 % of its units, all inputs are
+    negative, and their mean is more than four standard deviations below 0, both by the measured deviation and by the
+    one that the weights predict.
 
     Exceptions: reported only with -v if less than 90 % of the units are dead, they were alive at the start, and the
     loss has fallen since they died.
 
     Usual cause: biases far below 0, or updates that have driven the inputs there: a learning rate that is too high.
 
-    Looks like: gradient.vanishing, sparse activity.
-
-    Fix: bias 0 at the start, a smaller learning rate, `nn.LeakyReLU(0.01)`, or a normalisation before it.
+    Fix: bias 0 at the start, a smaller learning rate, `nn.LeakyReLU(0.01)`, or a normalization before it.
 
     Sources: AutoTrainer (Zhang et al., ICSE 2021).
     """

@@ -6,8 +6,8 @@ from trainwright.doctor.facts.layers import FunctionFacts
 def depends_on_batch_position(run: RunContext, facts: FunctionFacts) -> Results:
     """The output for a sample depends on its position in the batch.
 
-    How it is detected: in eval mode the samples of a batch from a loader are moved by one row, and their outputs
-    change by more than the measured rounding error.
+    How it is detected: in eval mode the samples of a batch from a loader are moved by one row, and their outputs change
+    by more than the measured rounding error.
 
     Exceptions: inputs whose rows are not samples, or are related to each other (graphs, one set).
 

@@ -6,14 +6,14 @@ from trainwright.doctor.facts.layers import DropoutFacts, LayersFacts
 def excess_dropout(run: RunContext, exams: Every[LayersFacts]) -> Results:
     """Dropout removes so much that the model underfits.
 
-    How it is detected: a rate of 0.7 or more, and a replay in which the loss of a batch, over eight masks, is clearly
-    higher with dropout than without; from step 8 on.
+    How it is detected: from step 8 on, a dropout rate is 0.7 or more, and in a replay the loss of a batch is at least
+    15 % lower without dropout than its mean over eight masks (4 % is enough for a rate of 0.8 or more).
 
     Exceptions: a rate below 0.8 is reported only with -v.
 
-    Usual cause: the argument is the probability of dropping, not of keeping.
+    Usual cause: the probability of keeping was passed instead of the probability of dropping.
 
-    Fix: `nn.Dropout(0.1)`, or none while the model does not overfit.
+    Fix: `nn.Dropout(0.1)`, or no dropout while the model does not overfit.
     """
     step, now = exams[-1]
     if not now.dropout or step < 8:

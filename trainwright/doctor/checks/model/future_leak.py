@@ -10,8 +10,8 @@ MAX_EXAMINATIONS = 2  # Number of examinations. Initially a model may not depend
 def future_leak(run: RunContext, batch: BatchFacts, every: Every[BatchFacts]) -> Results:
     """A causal model sees the tokens that it has to predict.
 
-    Why it matters: training and validation loss are far too low, and generation is bad, since there is no future to
-    look at.
+    Why it matters: training and validation loss are far too low, and generated text is bad, because there the later
+    tokens do not exist yet.
 
     How it is detected: the targets are the next tokens, and in eval mode scores change when only tokens after their
     position are replaced. Only positions whose target counts are compared, so a prefix without targets may be visible
@@ -23,7 +23,7 @@ def future_leak(run: RunContext, batch: BatchFacts, every: Every[BatchFacts]) ->
     Usual cause: the causal mask is missing or off by one; a bidirectional layer, symmetric padding of a convolution, or
     a norm over time.
 
-    Looks like: loss.no_shift, where the target is at the same position of the input.
+    Looks like: loss.no_shift, where the target is the input token at the same position.
 
     Fix: `scaled_dot_product_attention(q, k, v, is_causal=True)`; convolutions padded on the left only.
     """
@@ -45,7 +45,7 @@ def future_leak(run: RunContext, batch: BatchFacts, every: Every[BatchFacts]) ->
             yield run.finding(
                 step,
                 severity="info" if is_mixture else "critical",
-                symptom=f"earlier scores change by {loss.sees:.2g} standard deviations when only tokens from place "
+                symptom=f"earlier scores change by {loss.sees:.2g} standard deviations when only tokens from position "
                 f"{loss.start} on are replaced",
                 where=Where(module=loss.module, source=loss.line),
                 evidence=[

@@ -13,10 +13,8 @@ def init_both_factors_zero(run: RunContext, facts: WeightsFacts) -> Results:
     How it is detected: two matrices of one module, or of one parent, that are all zeros from the start, have a gradient
     of exactly 0 at every examination, and never move in 4 updates.
 
-    Usual cause: an initialisation that sets all adapter weights to zero. One factor of zeros is right, two are a
-    saddle: the gradient of each is a product with the other.
-
-    Looks like: optim.weights_never_move.
+    Usual cause: all adapter weights are initialized with zeros. With both factors 0, each gradient is 0, because it is
+    a product with the other factor.
 
     Fix: `nn.init.kaiming_uniform_(lora_A, a=math.sqrt(5))`, and zeros for `lora_B` only.
 

@@ -12,12 +12,12 @@ from trainwright.doctor.facts.layers import SymmetryFacts
 def init_symmetric(run: RunContext, facts: SymmetryFacts) -> Results:
     """Units of a layer start equal and get equal gradients, so they stay copies of each other.
 
-    How it is detected: in a replay of the first step, a weight has equal rows. Its gradient for a random weighted sum
-    of the outputs has equal rows, too.
+    How it is detected: in a replay of the first step, at least half of the rows of a weight are equal. So are these
+    rows of its gradient for a random weighted sum of the outputs.
 
     Exceptions: zeros on purpose (a last layer, LoRA), whose gradients differ from row to row.
 
-    Usual cause: weights are initialised with a constant.
+    Usual cause: weights are initialized with a constant.
 
     Fix: `nn.init.kaiming_uniform_` or `xavier_uniform_`; only biases and scales may be constant.
 

@@ -13,16 +13,17 @@ from trainwright.doctor.facts.layers import FirstLossFacts
 def init_too_large(run: RunContext, exams: Every[FirstLossFacts]) -> Results:
     """Initial weights are far too large: the first loss is many times that of chance.
 
-    How it is detected: the loss of the first steps is compared with ln(classes), and with a replay in which large
-    weights are divided by their gain (the standard deviation times the root of the fan-in).
+    How it is detected: in the first four steps the loss is at least 1.5 ln(classes) + 0.5. In a replay, large weights
+    are divided by their gain (the standard deviation times the root of the fan-in), which removes at least 70 % of the
+    excess over ln(classes).
 
-    Exceptions: inputs that are large themselves.
+    Exceptions: inputs that are large themselves (root mean square above 10).
 
-    Usual cause: `normal_` without `std=`, which is 1.0.
+    Usual cause: `nn.init.normal_` without `std=`, which is 1.0 by default.
 
     Looks like: data.unnormalised_input, where the weights are normal.
 
-    Fix: a standard deviation of `(2 / fan_in) ** 0.5` for ReLU, 0.02 in transformers.
+    Fix: `nn.init.kaiming_normal_(weight)` for ReLU, `nn.init.normal_(weight, std=0.02)` in transformers.
 
     Sources: BigScience notes on the 104B model; Glorot and Bengio 2010.
     """

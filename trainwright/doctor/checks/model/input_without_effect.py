@@ -6,10 +6,10 @@ from trainwright.doctor.facts.layers import InputsFacts
 def input_without_effect(run: RunContext, exams: Every[InputsFacts]) -> Results:
     """The output of the model does not depend on one of its arguments.
 
-    Why it matters: what this input says (the noise level, the class, a mask, a condition) is never learned.
+    Why it matters: the information of this input (noise level, class, mask, condition) is never used.
 
-    How it is detected: in replays of the forward pass, the rows of the argument are exchanged. No bit of the outputs
-    changes, with two seeds, although other arguments change them. Weights that are all 0 are filled with small numbers
+    How it is detected: in replays of the forward pass with two seeds, the rows of the argument are exchanged. No bit of
+    the outputs changes, although other arguments change them. Weights that are all 0 are filled with small numbers
     before.
 
     Exceptions: arguments whose rows are equal, such as a mask of ones; arguments that are used in some steps only.

@@ -10,15 +10,13 @@ def mixes_samples(run: RunContext, facts: FunctionFacts) -> Results:
     """The output for one sample depends on other samples of the batch.
 
     How it is detected: in eval mode, one sample is replaced by its neighbour, and the outputs of the others change by
-    more than rounding, which is measured.
+    more than the measured rounding error.
 
     Exceptions: batches whose rows may belong together (nodes of a graph, one set, the same rows in every step); a
     statistic of the batch among many features, which changes little, is reported only with -v.
 
     Usual cause: a `view` or `reshape` where a transpose was meant; a softmax (`dim=0`), mean or norm over the batch
     dimension; a recurrent or attention layer without `batch_first`, which treats samples as the steps of a sequence.
-
-    Looks like: model.view_reorders_axes, model.bn_tiny_batch.
 
     Fix: swap axes with `transpose` or `permute`; take softmax, mean and norm over a dimension of the sample;
     `nn.LSTM(..., batch_first=True)`.

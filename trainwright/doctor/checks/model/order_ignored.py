@@ -15,7 +15,7 @@ def order_ignored(run: RunContext, exams: Every[InputsFacts]) -> Results:
     Exceptions: reported only with -v if the model has no table of positions and one output for all tokens, because it
     may be a model of sets.
 
-    Usual cause: no positional encoding is added, or one whose value is the same at every position (`pe[:, n]` in place
+    Usual cause: no positional encoding is added, or one whose value is the same at every position (`pe[:, n]` instead
     of `pe[:, :n]`, or a table indexed by the batch dimension).
 
     Fix: `x = embed(ids) + positions(torch.arange(ids.shape[1]))` before the first attention layer.

@@ -15,28 +15,26 @@ def output_same_for_all_samples(run: RunContext, facts: ModulesFacts) -> Results
 
     Why it matters: nothing that the model learns can depend on the input.
 
-    How it is detected: the first rows of inputs and outputs of every module, in the training passes of a few steps
+    How it is detected: from the first rows of inputs and outputs of every module, in the training passes of a few steps
     until step 8 or later. The finding names the first module whose output does not vary although its input does.
 
-    Usual cause: a normalisation over a single value, which is constant (GroupNorm or InstanceNorm of 1x1 maps,
+    Usual cause: a normalization over a single value, which is constant (GroupNorm or InstanceNorm of 1x1 maps,
     LayerNorm over one feature); a softmax over one unit, which is always 1; dead units; a layer of zeros.
 
-    Looks like: model.representations_collapse.
-
-    Fix: normalise over more values (fewer groups, or before the pooling); use a sigmoid for one unit.
+    Fix: normalize over more values (fewer groups, or before the pooling); use a sigmoid for one unit.
 
     Sources: pytorch/pytorch#19250, #45687.
     """
     if facts.constant is None or facts.last < 8:
         return
-    kind, what = facts.constant_kind, "wipes the signal out"
+    kind, what = facts.constant_kind, "removes the differences between samples"
     if "Norm" in kind:
-        what = "normalises over a single value, so its output is constant"
+        what = "normalizes over a single value, so its output is constant"
     elif kind == "Softmax":
         what = "is a softmax over one unit, which is always 1"
     yield run.finding(
         facts.last,
-        symptom=f"{'the output is the same for every sample' if facts.is_whole else 'a part of it is constant'}: "
+        symptom=f"{'the output is the same for every sample' if facts.is_whole else 'some outputs are constant'}: "
         f"{in_words(facts.constant)} ({kind}) is the first whose output does not vary",
         cause=f"{kind} {what}",
         severity="critical" if facts.is_whole else "warning",

@@ -14,7 +14,7 @@ def padding_idx_is_token(run: RunContext, facts: ModulesFacts) -> Results:
 
     Usual cause: `padding_idx=0` where 0 is a real, frequent token: its row stays 0 and gets no gradient.
 
-    Fix: leave `padding_idx` out, or give padding a number of its own.
+    Fix: remove `padding_idx`, or give padding its own id.
 
     Sources: FGA-DIKU/BONSAI#168, NVIDIA-NeMo/Speech#5726.
     """

@@ -7,15 +7,15 @@ MIN_FALL_RATIO = 2.5  # Initial spread / current spread
 
 @check(stage="forward", confidence=0.8)
 def representations_collapse(run: RunContext, facts: ModulesFacts) -> Results:
-    """The representations collapse: all samples get nearly the same code.
+    """The representations collapse: all samples get nearly the same vector.
 
     Why it matters: the loss reaches its minimum without anything being learned.
 
-    How it is detected: where the loss compares outputs of the model with each other and with no data, the spread of the
-    output vectors over the samples, relative to their size, falls by a factor of 2.5 and below 0.2.
+    How it is detected: if the loss compares outputs of the model only with each other, the spread of the output vectors
+    over the samples, relative to their size, falls by a factor of 2.5 and below 0.2.
 
-    Usual cause: a similarity loss without a stop-gradient on one side (SimSiam, BYOL), or without negatives: a constant
-    code is its trivial solution.
+    Usual cause: a similarity loss without a stop-gradient on one side (SimSiam, BYOL), or without negatives. Its
+    trivial solution is a constant vector.
 
     Looks like: model.output_same_for_all_samples, which is there from the start.
 
@@ -31,7 +31,7 @@ def representations_collapse(run: RunContext, facts: ModulesFacts) -> Results:
     if all(each.spread < min(MAX_SPREAD, first / MIN_FALL_RATIO) for each in last):
         yield run.finding(
             last[-1].step,
-            symptom=f"the codes of a batch differ by {last[-1].spread:.2g} of their size, at first by {first:.2g}",
+            symptom=f"the outputs for a batch differ by {last[-1].spread:.2g} of their size, at first by {first:.2g}",
             since_step=next(each.step for each in spreads if each.spread < first / MIN_FALL_RATIO),
-            evidence=[("spread of the codes", last[-1].spread, first)],
+            evidence=[("spread of the outputs", last[-1].spread, first)],
         )

@@ -4,16 +4,17 @@ from trainwright.doctor.facts.layers import LayersFacts
 
 @check(stage="forward", confidence=0.85)
 def router_collapse(run: RunContext, looks: Every[LayersFacts]) -> Results:
-    """The router of a mixture of experts sends nearly everything to one or two experts.
+    """The router of a mixture of experts sends nearly everything to a few experts.
 
-    How it is detected: the choices of every router in the examined steps: the number of experts that carry
-    the load falls to a quarter of all.
+    How it is detected: the effective number of experts (the exponential of the entropy of the load) falls by a quarter
+    or more, to at most 1.5 or a quarter of all experts.
 
     Exceptions: a load that is uneven from the start and stays so.
 
-    Usual cause: nothing balances the load: an expert that is chosen learns, and is chosen more.
+    Usual cause: no term of the loss balances the load: an expert that is chosen learns, and is chosen more often.
 
-    Fix: `aux = num_experts * (share_of_tokens * mean_probability).sum()` times 0.01; or a bias on each expert's score.
+    Fix: add `0.01 * num_experts * (token_fraction * mean_probability).sum()` to the loss, with one value for each
+    expert in both factors; or add a bias to the score of each expert.
 
     Sources: Megatron-LM#1545; KempnerForge#119.
     """

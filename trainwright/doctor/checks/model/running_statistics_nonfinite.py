@@ -13,8 +13,8 @@ def running_statistics_nonfinite(run: RunContext) -> Results:
     Usual cause: a forward pass in training mode over a bad batch. Skipping the update does not help: the forward pass
     has written the statistics already. Training does not read them, so the loss shows nothing.
 
-    Fix: find the batch (look at the input, not at the loss) and skip it before the forward pass;
-    `bn.reset_running_stats()`, then some forward passes in training mode over good batches.
+    Fix: find the batch by its input, not by its loss, and skip it before the forward pass. Then call
+    `bn.reset_running_stats()`, and run some forward passes in training mode over good batches.
 
     Sources: pytorch/pytorch #1206, SparseConvNet #190.
     """

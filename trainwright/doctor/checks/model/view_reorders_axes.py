@@ -13,7 +13,7 @@ from trainwright.doctor.facts.loss import LossFacts, sign_of
 def view_reorders_axes(run: RunContext, facts: LayersFacts) -> Results:
     """A `view` or `reshape` is used where axes should be permuted, so values land in the wrong places.
 
-    Why it matters: shapes are right and nothing fails, but channels, steps or samples are mixed up.
+    Why it matters: shapes are right and there is no error, but channels, steps or samples are mixed up.
 
     How it is detected: after a view, the last two or three axes (without axes of size 1) have the same sizes in another
     order, in two or more training passes, or between the outputs and the loss.
@@ -42,5 +42,5 @@ def view_reorders_axes(run: RunContext, facts: LayersFacts) -> Results:
         yield run.finding(
             symptom="a reshape between the outputs and the loss permutes no axes: values get mixed up",
             where=Where(op=sign.op, source=sign.line),
-            evidence=[("steps with it", sign.steps, 0)],
+            evidence=[("steps with such a reshape", sign.steps, 0)],
         )

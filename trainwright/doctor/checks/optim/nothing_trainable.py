@@ -11,8 +11,6 @@ def nothing_trainable(run: RunContext, facts: WiringFacts) -> Results:
 
     Usual cause: `requires_grad_(False)` after the new head was added, or on the full model.
 
-    Looks like: a frozen backbone with a head or adapters that train, which is fine.
-
     Fix: `model.head.requires_grad_(True)`, then create the optimizer.
     """
     if facts.trained_beside_norms or not facts.frozen_beside_norms:

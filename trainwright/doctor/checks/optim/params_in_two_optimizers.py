@@ -11,8 +11,6 @@ def params_in_two_optimizers(run: RunContext, facts: CallsFacts) -> Results:
 
     Usual cause: the optimizer was created again and the old one still steps, or parameter lists overlap.
 
-    Looks like: GANs and actor-critic, whose optimizers hold different parameters.
-
     Fix: give every parameter to one optimizer: `taken = {id(p) for p in model.head.parameters()}`, then `[p for p in
     model.parameters() if id(p) not in taken]` for the other one.
     """

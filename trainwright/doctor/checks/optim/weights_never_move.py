@@ -21,8 +21,6 @@ def weights_never_move(run: RunContext, facts: WeightsFacts) -> Results:
     Usual cause: the optimizer holds other tensors than the model, the graph is cut (detach, .data, no_grad), or an
     operation between the weight and the loss is flat: a dead unit, a factor of 0, a clamp, a softmax over one value.
 
-    Looks like: schedule.learning_rate_zero, gradient.graph_cut, model.init_both_factors_zero.
-
     Fix: compare a weight and its gradient before and after `optimizer.step()`; make the optimizer from
     `model.parameters()` after the model is complete.
 

@@ -18,8 +18,6 @@ def offset_of_input(run: RunContext, facts: BatchFacts) -> Results:
     Usual cause: time stamps, or coordinates in metres of a global grid, are converted to float32 before the first value
     or the origin is subtracted.
 
-    Looks like: data.unnormalised_input, precision.cancellation.
-
     Fix: subtract in float64, then convert to float32: `((t.double() - t0) / 3600).float()`, with a constant `t0` for
     all samples.
 

@@ -12,8 +12,6 @@ def undefined_operation(run: RunContext) -> Results:
     Usual cause: the logarithm or root of a negative number, `acos` beyond 1, a fractional power of a negative base, `0
     * inf` or `inf - inf` with a mask.
 
-    Looks like: precision.division_by_zero, precision.log_of_zero, precision.softmax_over_masked_row.
-
     Fix: clamp the input to where the operation is defined, such as `x.clamp(min=0).sqrt()`; compute a variance by
     `x.var(correction=0)`, not as `E[x*x] - E[x]**2`; use a finite number in masks.
     """

@@ -21,8 +21,6 @@ def replicas_diverged(run: RunContext, facts: RanksFacts) -> Results:
     Usual cause: each rank initialized its own weights; each rank steps a scheduler by its own validation loss; only one
     rank loads or resets its weights.
 
-    Looks like: ranks.gradients_differ, resources.silent_corruption.
-
     Fix: wrap the model in DistributedDataParallel, or broadcast the weights of rank 0; later, fix the cause (reduce the
     validation loss over the ranks before `scheduler.step(loss)`) and restore all ranks from one checkpoint.
 

@@ -39,8 +39,6 @@ def out_of_memory(run: RunContext) -> Results:
     Usual cause: the micro-batch is too large for the device. Or memory is not released between steps: then the memory
     in use after each attempt grows.
 
-    Looks like: resources.memory_grows.
-
     Fix: activation checkpointing, bfloat16, or a smaller micro-batch (`batch.micro: auto` chooses it).
     """
     tries = [record for record in run.records if isinstance(record, OutOfMemory)]
