@@ -10,15 +10,13 @@ def batches_repeat(run: RunContext, facts: RowsFacts) -> Results:
 
     Why it matters: the model memorizes one batch; the rest of the data set is never read.
 
-    How it is detected: a hash of the rows that reach the model. 8 steps in a row have the same rows, and the data set
-    has more; or all micro-batches of a step are equal, in half of the steps.
+    How it is detected: by a hash of the rows that reach the model. 8 steps in a row have the same rows, and the data
+    set has more; or all micro-batches of a step (three or more) are equal, in half of the steps.
 
-    Exceptions: the batch is the whole data set. A loop that makes several updates on each batch.
+    Exceptions: the batch is the full data set. A loop that makes several updates on each batch.
 
-    Usual cause: the batch is fetched once before the loop, as by `next(iter(loader))`, or the index of the batch or
-    micro-batch does not advance.
-
-    Looks like: data.same_order_every_epoch, data.samples_never_drawn.
+    Usual cause: the batch is fetched once before the loop, for example by `next(iter(loader))`, or the index of the
+    batch or micro-batch does not advance.
 
     Fix: iterate over the loader, and use what each iteration returns.
 

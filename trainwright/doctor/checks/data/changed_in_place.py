@@ -9,11 +9,11 @@ CONSEQUENCES = ("precision.overflow", "gradient.spike", "gradient.exploding", "o
 def changed_in_place(run: RunContext, facts: SamplesFacts) -> Results:
     """The stored training data are changed in place, so a sample has different values when it is read again.
 
-    Why it matters: each epoch normalises the samples once more, until they are far from what the model has learned.
+    Why it matters: each epoch normalizes the samples again, until they are far from what the model has learned.
 
     How it is detected: the first samples of each batch, and inputs that are slices of a larger tensor, are compared
-    when they are read again. Four of them have changed, and for each element one `a * x + b` fits all four. Or the
-    version counter of an input changes during a step.
+    when they are read again. At least four have changed, and for each element, one `a * x + b` explains all of these
+    changes. Or the version counter of an input changes during a step, in at least four steps.
 
     Exceptions: an input that is not a view of a larger tensor is reported only with -v.
 

@@ -7,7 +7,8 @@ MIN_CROSSING = 0.01  # Fraction of the edges
 
 @check(points_at=("loader", "forward"), stage="input", confidence=0.9)
 def edges_not_shifted(run: RunContext, exams: Every[BatchFacts]) -> Results:
-    """The graphs of a batch are joined and their node numbers are not moved correctly: edges connect the wrong nodes.
+    """Graphs are joined into one batch without the correct offset of their node numbers, so edges connect the wrong
+    nodes.
 
     Why it matters: nodes receive messages from other graphs, and many receive none.
 
@@ -15,8 +16,8 @@ def edges_not_shifted(run: RunContext, exams: Every[BatchFacts]) -> Results:
     examined batch all edges are among the first quarter of the nodes; or, if an input numbers the graph of each node,
     edges connect nodes of different graphs.
 
-    Usual cause: a collate function concatenates `edge_index`, and adds no offset, or not the sum of the nodes of all
-    graphs before.
+    Usual cause: a collate function concatenates `edge_index` without an offset, or with another offset than the number
+    of nodes of all graphs before.
 
     Fix: add the running sum of the numbers of nodes:
 
@@ -38,7 +39,7 @@ def edges_not_shifted(run: RunContext, exams: Every[BatchFacts]) -> Results:
         )
     elif min(crossing) > MIN_CROSSING:
         yield run.finding(
-            symptom=f"{crossing[-1]:.0%} of the edges connect nodes of different graphs: the node numbers are not "
-            "moved by the number of nodes of all graphs before",
+            symptom=f"{crossing[-1]:.0%} of the edges connect nodes of different graphs: the offset of the "
+            "node numbers is not the number of nodes of all graphs before",
             evidence=[("edges between graphs", crossing[-1], 0)],
         )

@@ -25,6 +25,6 @@ def empty_loader(run: RunContext, facts: LoadersFacts) -> Results:
         yield run.finding(
             severity="warning" if run.steps else "critical",
             symptom=f"a loader was iterated over {times} and gave no batch",
-            cause="its data set gives nothing" if each.samples is None else cause,
+            cause="its data set gives no samples" if each.samples is None else cause,
             evidence=[("batches in an epoch", 0, "> 0"), ("samples", each.samples), ("drop_last", each.drop_last)],
         )

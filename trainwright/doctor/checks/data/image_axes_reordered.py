@@ -9,7 +9,7 @@ def image_axes_reordered(run: RunContext, exams: Every[BatchFacts]) -> Results:
     Why it matters: shapes are right and the model learns something, but no picture is recognizable.
 
     How it is detected: the differences between neighbouring pixels of images (batch, channel, height, width) become
-    smaller if the `reshape` is undone, vertically and over all, by more than six standard errors, in every examined
+    smaller if the `reshape` is undone, vertically and in total, by more than six standard errors, in every examined
     batch.
 
     Exceptions: images without 2 to 4 channels, with fewer than 8 pixels in a row, or fewer than 8 in a batch.
@@ -19,7 +19,7 @@ def image_axes_reordered(run: RunContext, exams: Every[BatchFacts]) -> Results:
 
     Looks like: model.view_reorders_axes, where the reshape is in the model.
 
-    Fix: `images.reshape(-1, 32, 32, 3).permute(0, 3, 1, 2)`. Look at a few images that the model gets.
+    Fix: `images.reshape(-1, 32, 32, 3).permute(0, 3, 1, 2)`. Display a few images that the model gets.
 
     Sources: chongyi-zheng/stable_contrastive_rl#3, BonnBytes/PyTorch-FWD#16, zamanzadeh/CARLA#16.
     """
@@ -29,5 +29,5 @@ def image_axes_reordered(run: RunContext, exams: Every[BatchFacts]) -> Results:
     elif len(found) == 1 and (order := found.pop()):
         yield run.finding(
             symptom=f"the images are smooth only if their memory is read as {order}: a reshape has moved their pixels",
-            evidence=[("order of the axes in memory", order, "the one that the shape says")],
+            evidence=[("order of the axes in memory", order, "the order of the shape")],
         )

@@ -12,9 +12,9 @@ def label_feature_misaligned(run: RunContext, facts: BatchFacts) -> Results:
 
     Why it matters: the loss stays at the entropy of the labels. No architecture and no learning rate helps.
 
-    How it is detected: the loss stays above 0.9 of that entropy. On 256 samples or more, simple learners predict
-    held-out labels at most 2.5 standard deviations better than chance. In a replay, the model can memorize a single
-    batch.
+    How it is detected: the loss stays above 0.9 of that entropy. On at least 256 samples (30 for each class), simple
+    learners predict held-out labels at most 2.5 standard deviations better than chance. In a replay, the model can
+    memorize a single batch.
 
     Usual cause: one of the two was shuffled, filtered or sorted without the other.
 
@@ -40,11 +40,11 @@ def label_feature_misaligned(run: RunContext, facts: BatchFacts) -> Results:
         return
     yield run.finding(
         run.last_step,
-        symptom=f"the loss after {run.last_step} steps is {recent:.3g}; to know only the frequency of each class gives "
-        f"{facts.entropy:.3g}",
+        symptom=f"the loss after {run.last_step} steps is {recent:.3g}; predicting only the class frequencies "
+        f"gives {facts.entropy:.3g}",
         evidence=[
             (
-                f"how far {signal.samples} samples predict labels above chance, in deviations",
+                f"accuracy above chance on {signal.samples} samples, in standard deviations",
                 signal.deviations,
                 "> 2.5",
             ),

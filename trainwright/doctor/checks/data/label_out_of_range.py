@@ -19,15 +19,16 @@ def label_out_of_range(run: RunContext) -> Results:
     Why it matters: on a CPU a class out of range is an IndexError; on CUDA it is an assertion that names no sample. For
     a binary target outside of 0 to 1 there is no best score, so the loss falls without bound.
 
-    How it is detected: the error that the loss raised, with the labels that it got; and the targets of binary losses.
+    How it is detected: from the error that the loss function raised, with its labels; and from the targets of binary
+    losses.
 
     Exceptions: the label `ignore_index` (default: -100) is legal.
 
     Usual cause: labels are counted from 1, the last layer has too few outputs, or labels of a binary loss are -1 and 1
     or 0 to 255.
 
-    Fix: correct the samples if a few labels are wrong. Otherwise, subtract 1 from the labels, or give the last layer
-    `int(y.max()) + 1` outputs. Use the label -100 for targets to ignore. Targets of a binary loss are 0 and 1.
+    Fix: correct the samples if a few labels are wrong. Otherwise subtract 1 from the labels, or give the last layer
+    `int(y.max()) + 1` outputs. Use the label -100 for targets to ignore, and 0 and 1 for a binary loss.
 
     Sources: pytorch/pytorch#18014, pytorch/pytorch#1204.
     """
@@ -64,11 +65,11 @@ def _out_of_range(run: RunContext, unfinished: Facts, named: int | None) -> Find
     samples = tuple(ids[n] for n in bad) if len(ids) == len(values) else tuple(unfinished.get("samples", ()))
     label = named if named is not None else "a label"
     return run.finding(
-        symptom=f"{op} raised: {label} is no class; the labels of the batch are {span}",
-        cause="labels are counted from 1" if by_one else "a label names no class, or the model has too few outputs",
+        symptom=f"{op} raised an error: {label} is not a class; the labels of the batch are {span}",
+        cause="labels are counted from 1" if by_one else "a label is wrong, or the model has too few outputs",
         where=Where(op=op, sample_ids=samples, source=failed.get("line")),
         evidence=[
             ("labels", span, "classes" if classes is None else f"0 to {classes - 1}"),
-            ("labels of this batch that are no class", len(bad), 0),
+            ("labels of this batch that are not a class", len(bad), 0),
         ],
     )

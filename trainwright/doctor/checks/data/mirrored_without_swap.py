@@ -6,18 +6,19 @@ MIN_MIRRORED, MIN_EVALUATED = 4, 32
 
 @check(points_at="dataset", stage="label", confidence=0.9)
 def mirrored_without_swap(run: RunContext, facts: SamplesFacts) -> Results:
-    """Images are mirrored without exchanging the names of left and right points, so half of the labels are swapped.
+    """Images are mirrored, but their left and right keypoints are not exchanged, so half of the labels are wrong.
 
-    Why it matters: the left shoulder of a mirrored person is labelled as the right one. The model predicts the middle.
+    Why it matters: the left shoulder of a mirrored person is labelled as the right one. The model predicts a point
+    between both.
 
-    How it is detected: points (x, y) of samples are kept and compared when the samples come again. In four of them all
-    x were mirrored, each in its place. In the validation samples, which are not mirrored, one point is always on the
-    right of another; mirrored labels contradict it.
+    How it is detected: points (x, y) of samples are kept and compared when the samples are read again. In at least four
+    of them all x were mirrored, and no point has changed its place in the list. In the validation samples, which are
+    not mirrored, one point is always on the right of another; mirrored labels contradict it.
 
     Exceptions: points in no fixed order, such as the ends of an object that may face both sides.
 
-    Usual cause: a horizontal flip that computes `x = width - 1 - x` and does not exchange the pairs; or boxes (x1, y1,
-    x2, y2) whose corners are mirrored and not exchanged, so that they end before they begin.
+    Usual cause: a horizontal flip computes `x = width - 1 - x` without exchanging the pairs; or the corners of boxes
+    (x1, y1, x2, y2) are mirrored without exchanging x1 and x2.
 
     Looks like: data.flipped_apart, where the image is mirrored and its target is not.
 
@@ -32,7 +33,7 @@ def mirrored_without_swap(run: RunContext, facts: SamplesFacts) -> Results:
         yield NotApplicable("no sample came again with mirrored points, or no points were evaluated")
     elif facts.mirrored >= MIN_MIRRORED and facts.ordered:
         yield run.finding(
-            symptom=f"{facts.mirrored} samples came again mirrored, and their left and right points were not exchanged",
+            symptom=f"{facts.mirrored} mirrored samples were read again, with left and right points not exchanged",
             evidence=[
                 ("pairs of points that are always in one order in validation", facts.ordered),
                 ("samples with this order reversed", facts.mirrored, 0),

@@ -18,10 +18,11 @@ def nonfinite_input(run: RunContext) -> Results:
     How it is detected: after a step that is not finite, the inputs of its forward calls and of its loss are searched
     for NaN and infinity; the step is replayed without the samples that contain them.
 
-    Usual cause: missing values in the source, a division by the spread of a constant feature, a broken file.
+    Usual cause: missing values in the source, a division by the standard deviation of a constant feature, a broken
+    file.
 
-    Looks like: precision.division_by_zero and other checks, where the input is finite and an operation makes the first
-    bad value.
+    Looks like: precision.division_by_zero and others, where the input is finite and an operation makes the first bad
+    value.
 
     Fix: drop or impute such samples where the data is read: `bad = (~x.isfinite()).flatten(1).any(1).nonzero()`.
 

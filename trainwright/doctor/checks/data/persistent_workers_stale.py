@@ -4,19 +4,18 @@ from trainwright.doctor.facts.data import LoadersFacts
 
 @check(points_at="loader", stage="input", confidence=0.85)
 def persistent_workers_stale(run: RunContext, facts: LoadersFacts) -> Results:
-    """An attribute of the data set changed after its persistent workers had started, and they do not see it.
+    """An attribute of the data set changed after its persistent workers had started, and the workers still use the old
+    value.
 
-    Why it matters: each worker holds a copy of the data set from when it started. Augmentation that is switched off,
-    or an epoch number that is set, has no effect.
+    Why it matters: each worker holds a copy of the data set from when it started, so switching off an augmentation or
+    setting the epoch has no effect.
 
     How it is detected: public attributes of the data set and its transforms (numbers, strings and booleans) are read
     when the workers of a loader with `persistent_workers=True` start, and compared at each later epoch.
 
-    Usual cause: `dataset.attribute = value` between epochs, with `persistent_workers=True`: the workers keep stale
-    copies of the data set.
+    Usual cause: `dataset.attribute = value` between epochs, with `persistent_workers=True`.
 
-    Fix: `persistent_workers=False`, or a new loader after the change, or a value in shared memory:
-    `multiprocessing.Value`.
+    Fix: `persistent_workers=False`, or a new loader after the change, or a `multiprocessing.Value` as the attribute.
 
     Sources: jizhishutong/YOLOU#29, LibreYOLO PR 775, CondadosAI/modern-yolonas PR 58.
     """

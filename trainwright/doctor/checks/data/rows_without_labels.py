@@ -7,19 +7,20 @@ MIN_STEPS = 4
 
 @check(stage="label", confidence=0.85, since_step=1)
 def rows_without_labels(run: RunContext, exams: Every[LossFacts]) -> Results:
-    """A part of the rows has no label at all: every token is ignored, so these rows never enter the loss.
+    """Some rows have no label: all of their tokens are ignored, so these rows never enter the loss.
 
     Why it matters: what these rows are meant to teach is never learned, and the loss looks normal.
 
-    How it is detected: the loss is over the answers of texts: its targets follow an ignored beginning. In at least a
-    tenth of the rows of every examined step all targets are ignored.
+    How it is detected: the targets of texts begin with ignored tokens (the prompt), and the answer follows. In at least
+    a tenth of the rows of every examined step all targets are ignored, in four steps or more.
 
-    Exceptions: losses whose other rows have labels at their first tokens, or here and there.
+    Exceptions: losses whose other rows have labels at their first tokens, or only at scattered tokens.
 
     Usual cause: the template that marks the answer is not found, because it is tokenized differently in its context; or
     the rows were truncated before the answer.
 
-    Fix: search for the token ids of the template as they are in the text, and drop or count rows without labels.
+    Fix: compare the token ids of the template with `batch["input_ids"]`, and search for the ids as they occur there.
+    Drop or count rows without labels.
 
     Sources: huggingface/trl#598, huggingface/trl#1183.
     """

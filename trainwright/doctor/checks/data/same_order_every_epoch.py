@@ -13,14 +13,12 @@ def same_order_every_epoch(run: RunContext) -> Results:
     Why it matters: the same samples always share a batch, and random augmentation is not drawn again.
 
     How it is detected: two epochs have the same sample ids in the same order, and it is not the order of the data set.
-    Or 8 batches in a row repeat earlier batches of a shuffling loader, and the loader is not read meanwhile.
+    Or 8 batches in a row repeat earlier batches of a shuffling loader, while the loop does not read the loader.
 
     Exceptions: a custom sampler may have a fixed order on purpose (info). Batches that are skipped to resume an epoch.
 
     Usual cause: the generator is seeded again in each epoch, `set_epoch` is missing, or `itertools.cycle(loader)`
     keeps the batches of the first epoch and repeats them.
-
-    Looks like: data.batches_repeat, data.unshuffled.
 
     Fix: seed once before the first epoch, call `sampler.set_epoch(epoch)` in each, and write a generator instead of
     itertools.cycle.

@@ -6,15 +6,13 @@ MIN_EQUAL_GROUPS = 4  # Groups of equal batches with different rows. Fewer may b
 
 @check(points_at="dataset", stage="input", confidence=0.95)
 def stream_read_by_every_worker(run: RunContext, facts: RowsFacts) -> Results:
-    """Every worker yields the whole stream, so each sample comes once per worker in an epoch.
+    """Every worker yields the full stream, so each sample comes once per worker in an epoch.
 
-    How it is detected: the rows from a loader over an IterableDataset with n workers: n consecutive batches are equal,
-    and this happens 4 times, each time with other rows.
+    How it is detected: with n workers reading an IterableDataset, n consecutive batches are equal. This happens at
+    least 4 times, each time with other rows.
 
-    Usual cause: `__iter__` of the IterableDataset does not split the stream between the workers, and each worker has a
-    copy of the data set.
-
-    Looks like: data.batches_repeat, data.worker_rng_duplicate.
+    Usual cause: `__iter__` of the IterableDataset does not split the stream between the workers. Each worker has a copy
+    of the data set.
 
     Fix: split by `torch.utils.data.get_worker_info()`.
 

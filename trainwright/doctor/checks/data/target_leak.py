@@ -12,8 +12,8 @@ def target_leak(run: RunContext, every: Every[BatchFacts]) -> Results:
     Why it matters: training and validation are perfect, and the model is useless where that column is not known yet.
 
     How it is detected: in two examinations, the column is constant within each class and differs between classes, or is
-    a linear function of a numeric target. One examination is enough if this is exact on 48 samples. The prediction must
-    depend on the column. Of a target with several numbers, one equals the column; then one examination is enough.
+    a linear function of a numeric target, and the prediction depends on the column. One examination is enough if this
+    is exact on 48 samples, or if the target has several numbers and one of them equals the column.
 
     Exceptions: strong features, which still vary within a class; targets of more than a quarter of the values of the
     input, as in an autoencoder.
@@ -36,7 +36,7 @@ def target_leak(run: RunContext, every: Every[BatchFacts]) -> Results:
     is_exact = leak.within < MAX_ROUNDING_VARIANCE
     yield run.finding(
         severity="warning" if is_exact else "info",
-        symptom=f"column {leak.column} of the input alone tells the target of all {leak.samples} samples seen",
+        symptom=f"column {leak.column} of the input (from 0) determines the target of all {leak.samples} samples",
         sure=0.9 if is_exact else 0.7,
         evidence=[("variance of the column left within classes", leak.within, "> 0"), ("column", leak.column)],
     )

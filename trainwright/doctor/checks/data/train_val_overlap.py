@@ -16,14 +16,14 @@ def train_val_overlap(run: RunContext) -> Results:
     Why it matters: the validation loss says nothing about new data, and the best checkpoint is the one that memorized
     most.
 
-    How it is detected: by the sample ids of loaders over one data set, or by the content of the rows that reach the
-    model in training and in evaluations. For windows of a series: by time steps with equal values, if more than half of
-    those of the evaluation are in training windows at another place.
+    How it is detected: by the sample ids of loaders over one data set (more than 1 % are shared), or by the content of
+    the rows that reach the model in training and in evaluations (5 to 95 % are shared). For windows of a series: by
+    time steps with equal values, if more than half of those of the evaluation are in training windows at another place.
 
     Exceptions: reported only with -v if the training set itself is evaluated, or if another evaluation shares no
     samples with training. Rows are not compared while training still reads new ones. Fewer than 4 equal rows are not
-    reported, and none if the evaluation repeats rows as often by itself. If nearly all repeated rows are trained on,
-    and hardly any of the others, they are copies, such as those of an oversampled class.
+    reported, and none if the evaluation repeats rows as often by itself, unless nearly all repeated rows are trained on
+    and hardly any others (copies of an oversampled class).
 
     Usual cause: the data was not split, the training loader takes all of it, or samples were copied before the split.
 

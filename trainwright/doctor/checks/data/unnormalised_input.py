@@ -19,7 +19,8 @@ CONSEQUENCES = (
 
 @check(stage="input", explains=CONSEQUENCES)
 def unnormalised_input(run: RunContext, exams: Every[BatchFacts]) -> Results:
-    """The inputs are far larger than 1, or they hardly vary, and the model does better with standardized ones.
+    """The inputs are not normalized: they are far larger than 1, or hardly vary, and the model does better with
+    standardized ones.
 
     Why it matters: large inputs saturate the first layer, and no learning rate suits both it and the other layers.
     Inputs that hardly vary look alike to the model, so its loss stays near that of predicting the class frequencies.
@@ -30,14 +31,14 @@ def unnormalised_input(run: RunContext, exams: Every[BatchFacts]) -> Results:
     is less than a fifth of the recorded loss. For inputs that hardly vary, the replayed loss falls more than twice as
     far as with unchanged inputs. A model that normalizes its inputs is not reported.
 
-    Usual cause: pixels from 0 to 255, or features in their physical units, go straight into the model; or the data is
-    normalised twice, in the data set and again in the loop or the model.
+    Usual cause: pixels from 0 to 255, or features in their physical units, are not scaled; or the data is normalized
+    twice, in the data set and again in the loop or the model.
 
     Looks like: optim.lr_too_high, where the first loss is near chance; model.init_too_large and optim.lr_too_low, where
     the inputs are normal; data.constant_input, where the deviation is exactly 0.
 
-    Fix: normalise once: `x = (x - mean) / std` with the statistics of each feature over the training set; for pixels at
-    least `x.float() / 255`, which `ToTensor()` does already. Print `x.mean(), x.std()` before the model.
+    Fix: normalize once: `x = (x - mean) / std` with the statistics of each feature over the training set. For pixels,
+    `x.float() / 255` is enough, which `ToTensor()` already does. Print `x.mean(), x.std()` before the model.
 
     Sources: UMLAUT (Schoop et al., CHI 2021); TheDeepChecker (Ben Braiek and Khomh).
     """
@@ -57,8 +58,8 @@ def unnormalised_input(run: RunContext, exams: Every[BatchFacts]) -> Results:
         fell, would = first - last, better - end
         if would > 2 * fell and would > 0.03 * abs(better):
             yield run.finding(
-                symptom=f"inputs hardly vary: deviation {x.std:.2g} around {x.mean:.3g}",
-                cause="the data is normalised twice: in the data set, and again in the loop or the model",
+                symptom=f"inputs hardly vary: standard deviation {x.std:.2g} around {x.mean:.3g}",
+                cause="the data is normalized twice: in the data set, and again in the loop or the model",
                 evidence=[
                     ("deviation of the inputs", x.std, 1),
                     (f"fall of the loss in {len(trial.unchanged)} updates", fell, would),
@@ -73,7 +74,7 @@ def unnormalised_input(run: RunContext, exams: Every[BatchFacts]) -> Results:
     if is_worse:
         yield run.finding(
             symptom=f"the loss is {first:.3g} before any update" + (f", chance is {chance:.3g}" if chance else ""),
-            cause=f"inputs are not normalised: mean {x.mean:.3g}, deviation {x.std:.3g}, up to {x.absmax:.3g}",
+            cause=f"inputs are not normalized: mean {x.mean:.3g}, deviation {x.std:.3g}, up to {x.absmax:.3g}",
             evidence=[
                 ("mean and deviation of the inputs", [x.mean, x.std], [0, 1]),
                 ("first loss, unchanged and with standardized inputs", [first, better], chance),

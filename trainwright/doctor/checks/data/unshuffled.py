@@ -18,8 +18,6 @@ def unshuffled(run: RunContext, facts: LoadersFacts) -> Results:
 
     Usual cause: `shuffle=False`, which is the default of DataLoader.
 
-    Looks like: data.same_order_every_epoch.
-
     Fix: `DataLoader(dataset, shuffle=True)`; for a stream, a shuffle buffer and shards in random order.
 
     Sources: UMLAUT (Schoop et al., CHI 2021).

@@ -12,16 +12,14 @@ def validation_encoded_apart(run: RunContext, facts: SplitsFacts) -> Results:
 
     Why it matters: the same value has another meaning there, so the validation loss says nothing about the model.
 
-    How it is detected: in nine of ten columns of the evaluated inputs the mean is 0 to 1e-5 and the deviation is 1 over
-    exactly these rows. With the statistics of the training set the mean would be off by about 1 / sqrt(rows). Codes of
-    categories are 0, 1, 2, ... without a gap and end before those of training, although the frequencies of training
-    predict eight or more codes that do not occur.
+    How it is detected: in nine of ten columns of the evaluated inputs the mean is 0 (within 1e-5) and the standard
+    deviation 1 over exactly these rows. With the statistics of the training set the mean would be off by about 1 /
+    sqrt(rows). Or codes of categories are 0, 1, 2, ... without a gap and end before those of training, although the
+    frequencies of training predict at least eight codes that do not occur.
 
     Exceptions: an evaluation of training rows; fewer than 32 rows or, of numbers, fewer than 4 columns.
 
     Usual cause: `scaler.fit_transform(x_val)`, or `astype("category").cat.codes` for each split on its own.
-
-    Looks like: data.unnormalised_input.
 
     Fix: `scaler.fit(x_train)` once, then `scaler.transform(x_val)`; one `CategoricalDtype` or vocabulary for all.
 
@@ -35,7 +33,7 @@ def validation_encoded_apart(run: RunContext, facts: SplitsFacts) -> Results:
     if facts.columns >= MIN_COLUMNS and facts.standardized >= 0.9 * facts.columns:
         yield run.finding(
             symptom=f"{facts.standardized} of {facts.columns} columns of the validation data are standardized by their "
-            f"own mean and deviation: they are 0 and 1 over exactly {facts.rows} rows",
+            f"own mean and standard deviation, over exactly {facts.rows} rows",
             cause="the scaler was fitted on the validation data, not on the training data",
             where=Where(shown_at=facts.source),
             evidence=[("columns with mean 0 and deviation 1", facts.standardized, 0)],

@@ -8,17 +8,16 @@ def validation_scaled_apart(run: RunContext, facts: SplitsFacts) -> Results:
 
     Why it matters: the model sees values that it was never trained on, so the validation loss says nothing about it.
 
-    How it is detected: the range, mean and deviation of the inputs of 16 training steps and 16 evaluated batches. Both
-    have one of these scales, and not the same one: whole numbers from 0 to 255; fractions from 0 to 1; from -1 to 1;
-    mean 0 and deviation 1.
+    How it is detected: by the range, mean and standard deviation of the inputs of 16 training steps and 16 evaluated
+    batches. Both have one of these scales, but not the same one: whole numbers from 0 to 255; fractions from 0 to 1;
+    from -1 to 1; mean 0 and standard deviation 1.
 
     Exceptions: another evaluation has the scale of training.
 
     Usual cause: the transform of the validation set lacks `Normalize`, or `ToTensor`, or divides by 255 twice.
 
-    Looks like: data.validation_encoded_apart, data.unnormalised_input.
-
-    Fix: one list of deterministic transforms for both sets; only the random ones belong to training.
+    Fix: use the same deterministic transforms (`ToTensor`, `Normalize`) for both sets; only random ones belong to
+    training alone.
 
     Sources: JeasunLok/ResNet-pytorch#1, MichalBusta/DeepTextSpotter#19, leeyeehoo/CSRNet-pytorch#25.
     """

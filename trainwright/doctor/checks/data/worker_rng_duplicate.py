@@ -9,7 +9,8 @@ from trainwright.runs.records import Tried
 def worker_rng_duplicate(run: RunContext, facts: LoadersFacts) -> Results:
     """The workers of a loader draw the same random numbers.
 
-    Why it matters: augmentation is repeated by each worker, or in each epoch. Nothing fails; the final score is worse.
+    Why it matters: augmentation is repeated by each worker, or in each epoch. There is no error, but the final score is
+    worse.
 
     How it is detected: two workers each read the same sample twice, in each of two epochs. The two reads by one worker
     differ, so they are random, but the values are equal in both workers or in both epochs.
@@ -18,8 +19,6 @@ def worker_rng_duplicate(run: RunContext, facts: LoadersFacts) -> Results:
 
     Usual cause: the data set holds a random generator of its own, and each worker starts with a copy of its state; or
     `worker_init_fn` gives each worker the same seed.
-
-    Looks like: data.stream_read_by_every_worker.
 
     Fix: seed that generator in `worker_init_fn` from `torch.initial_seed()`, which differs by worker and epoch.
 

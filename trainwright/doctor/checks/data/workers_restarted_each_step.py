@@ -6,7 +6,7 @@ MIN_RESTARTS = 8  # Number of iterators. Fewer may be a test, or short epochs.
 
 @check(stage="input", confidence=0.95)
 def workers_restarted_each_step(run: RunContext, facts: LoadersFacts) -> Results:
-    """A new iterator of the loader is made in every step, which restarts its worker processes each time.
+    """A new iterator of the loader is created in every step, which restarts its worker processes each time.
 
     Why it matters: starting processes takes longer than most steps, and the batches that they prefetch are discarded.
     With shuffling, each step draws from the whole data set again, so some samples come often and others never.
@@ -16,7 +16,7 @@ def workers_restarted_each_step(run: RunContext, facts: LoadersFacts) -> Results
 
     Usual cause: `next(iter(loader))` in the loop.
 
-    Fix: make the iterator once, and a new one when it is used up.
+    Fix: create the iterator once, and a new one only when it is used up.
 
         batches = iter(loader)
         ...
