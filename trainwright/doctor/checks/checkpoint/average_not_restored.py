@@ -8,8 +8,7 @@ MIN_RELATIVE_DISTANCE = 0.5  # Relative to the norm of the weights. Independent 
 def average_not_restored(run: RunContext, facts: AveragesFacts) -> Results:
     """After a resume, the moving average (EMA) starts far from the weights.
 
-    Why it matters: evaluations and saved models use the average, which stays near a fresh initialisation for many
-    steps.
+    Why it matters: evaluations and saved models use the average, which stays near the initial weights for many steps.
 
     How it is detected: the optimizer already had state when the watch began, and at that time the average was further
     from the weights than half of their norm. That initial distance is computed from a later measurement and the decay

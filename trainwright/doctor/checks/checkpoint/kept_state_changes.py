@@ -14,7 +14,7 @@ def kept_state_changes(run: RunContext, facts: KeptFacts) -> Results:
     returns. They are compared when the dictionary or a shallow copy of it is loaded or saved, or at the end if it still
     exists. A model that is loaded with its own live tensors, taken at an earlier step, is reported as well.
 
-    Exceptions: a dictionary that was copied or saved before the next update, and one that is left over from the last
+    Exceptions: a dictionary that was copied or saved before the next update, and one left over from the last
     evaluation.
 
     Usual cause: `best = model.state_dict()`, which holds references and no copies. So do `dict(model.state_dict())`

@@ -11,8 +11,7 @@ def loaded_from_itself(run: RunContext, facts: KeptFacts) -> Results:
     Why it matters: a target network that never changes returns the values of its initialization, so what is learned
     from it is wrong.
 
-    How it is detected: `load_state_dict()` is called at two or more different steps with the live tensors of the same
-    module.
+    How it is detected: `load_state_dict()` is called at two or more steps with the live tensors of the same module.
 
     Usual cause: the target network is the online network itself (`target = online` without a copy), or
     `target.load_state_dict(target.state_dict())` instead of the state of the online network.

@@ -17,8 +17,8 @@ def changed_in_place(run: RunContext, facts: SamplesFacts) -> Results:
 
     Exceptions: an input that is not a view of a larger tensor is reported only with -v.
 
-    Usual cause: `x -= mean`, `x.mul_()` or `out=x` on the result of indexing in `__getitem__`, which is a view of the
-    stored array.
+    Usual cause: `x -= mean`, `x.mul_()` or `out=x` on the result of indexing in `__getitem__`, a view of the stored
+    array.
 
     Fix: work out of place (`x = x - mean`), or on `x.clone()` or `x.copy()`.
 

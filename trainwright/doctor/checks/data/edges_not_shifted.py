@@ -7,8 +7,7 @@ MIN_CROSSING = 0.01  # Fraction of the edges
 
 @check(points_at=("loader", "forward"), stage="input", confidence=0.9)
 def edges_not_shifted(run: RunContext, exams: Every[BatchFacts]) -> Results:
-    """Graphs are joined into one batch without the correct offset of their node numbers, so edges connect the wrong
-    nodes.
+    """Graphs are joined into one batch without the correct offset of node numbers, so edges connect wrong nodes.
 
     Why it matters: nodes receive messages from other graphs, and many receive none.
 

@@ -6,7 +6,7 @@ from trainwright.doctor.nonfinite import MAX_IDS, traces, where_of, without_samp
 def empty_sample(run: RunContext) -> Results:
     """A sample is empty: every element of its input is the same padding value, and its mean or attention is 0/0.
 
-    How it is detected: each sample that by itself makes the step non-finite has an input with a single value in all
+    How it is detected: each sample that alone makes the step non-finite has an input with a single value in all
     elements.
 
     Usual cause: an empty document, or one that was truncated to nothing.

@@ -19,7 +19,7 @@ def label_out_of_range(run: RunContext) -> Results:
     Why it matters: on a CPU a class out of range is an IndexError; on CUDA it is an assertion that names no sample. For
     a binary target outside of 0 to 1 there is no best score, so the loss falls without bound.
 
-    How it is detected: from the error that the loss function raised, with its labels; and from the targets of binary
+    How it is detected: from the error that the loss function raised, with its labels; from the targets of binary
     losses.
 
     Exceptions: the label `ignore_index` (default: -100) is legal.

@@ -8,8 +8,8 @@ MIN_MIRRORED, MIN_EVALUATED = 4, 32
 def mirrored_without_swap(run: RunContext, facts: SamplesFacts) -> Results:
     """Images are mirrored, but their left and right keypoints are not exchanged, so half of the labels are wrong.
 
-    Why it matters: the left shoulder of a mirrored person is labelled as the right one. The model predicts a point
-    between both.
+    Why it matters: the left shoulder of a mirrored person is labelled as the right one. The model predicts a point in
+    between.
 
     How it is detected: points (x, y) of samples are kept and compared when the samples are read again. In at least four
     of them all x were mirrored, and no point has changed its place in the list. In the validation samples, which are

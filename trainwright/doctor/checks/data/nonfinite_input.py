@@ -18,8 +18,7 @@ def nonfinite_input(run: RunContext) -> Results:
     How it is detected: after a step that is not finite, the inputs of its forward calls and of its loss are searched
     for NaN and infinity; the step is replayed without the samples that contain them.
 
-    Usual cause: missing values in the source, a division by the standard deviation of a constant feature, a broken
-    file.
+    Usual cause: missing values in the source, a division by the deviation of a constant feature, a broken file.
 
     Looks like: precision.division_by_zero and others, where the input is finite and an operation makes the first bad
     value.

@@ -4,8 +4,7 @@ from trainwright.doctor.facts.data import LoadersFacts
 
 @check(points_at="loader", stage="input", confidence=0.85)
 def persistent_workers_stale(run: RunContext, facts: LoadersFacts) -> Results:
-    """An attribute of the data set changed after its persistent workers had started, and the workers still use the old
-    value.
+    """An attribute of the data set changed after its persistent workers had started, and they use the old value.
 
     Why it matters: each worker holds a copy of the data set from when it started, so switching off an augmentation or
     setting the epoch has no effect.

@@ -19,8 +19,7 @@ def token_ids_wrapped(run: RunContext, facts: TargetsFacts, batch: BatchFacts) -
 
     Exceptions: 127, the largest code of ASCII.
 
-    Usual cause: the ids were cast to uint8 or uint16 to save space, as `ids.astype(np.uint16)` for more than 65,536
-    tokens.
+    Usual cause: the ids were cast to uint8 or uint16 to save space: `ids.astype(np.uint16)` for over 65,536 tokens.
 
     Fix: store ids as int32, and assert `ids.max() <= np.iinfo(dtype).max` before the cast.
 

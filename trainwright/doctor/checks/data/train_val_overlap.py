@@ -13,8 +13,7 @@ CHANCE_MULTIPLE = 4.0  # Multiple of the number of rows that are equal by chance
 def train_val_overlap(run: RunContext) -> Results:
     """Samples of the validation set are also trained on.
 
-    Why it matters: the validation loss says nothing about new data, and the best checkpoint is the one that memorized
-    most.
+    Why it matters: the validation loss says nothing about new data, and the best checkpoint is the most overfitted one.
 
     How it is detected: by the sample ids of loaders over one data set (more than 1 % are shared), or by the content of
     the rows that reach the model in training and in evaluations (5 to 95 % are shared). For windows of a series: by

@@ -9,8 +9,7 @@ from trainwright.runs.records import Tried
 def worker_rng_duplicate(run: RunContext, facts: LoadersFacts) -> Results:
     """The workers of a loader draw the same random numbers.
 
-    Why it matters: augmentation is repeated by each worker, or in each epoch. There is no error, but the final score is
-    worse.
+    Why it matters: augmentation is repeated by each worker or in each epoch. There is no error, but the score is worse.
 
     How it is detected: two workers each read the same sample twice, in each of two epochs. The two reads by one worker
     differ, so they are random, but the values are equal in both workers or in both epochs.

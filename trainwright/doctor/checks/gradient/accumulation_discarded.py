@@ -14,14 +14,13 @@ from trainwright.runs.records import Watched
 def accumulation_discarded(run: RunContext) -> Results:
     """Gradients are cleared between the micro-batches of a step, so only the last ones reach the update.
 
-    Why it matters: the update uses fewer micro-batches than configured, and its gradient is still divided by the full
-    number.
+    Why it matters: the update uses fewer micro-batches than configured, but its gradient is divided by the full number.
 
     How it is detected: in at least two steps, and at least half of all, `zero_grad()` comes between two backward passes
     of the step, and each backward pass has its own batch.
 
-    Exceptions: loops that use the gradients by hand before they clear them (extragradient, projections); several losses
-    on one batch.
+    Exceptions: loops that use the gradients by hand before they clear them (extragradient); several losses on one
+    batch.
 
     Usual cause: `zero_grad()` is in the loop over micro-batches, before the `if` that steps.
 

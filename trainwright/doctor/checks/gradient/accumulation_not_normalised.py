@@ -17,8 +17,7 @@ def accumulation_not_normalised(run: RunContext, exams: Every[AccumulationFacts]
     Exceptions: losses that are sums, several losses on one batch, and gradients that the loop scales by hand. A shorter
     last step of an epoch is reported only with -v.
 
-    Usual cause: `loss.backward()` without `/ accumulation`, or the shorter last step of an epoch is divided by the full
-    number.
+    Usual cause: `loss.backward()` without `/ accumulation`, or a shorter last step of an epoch is divided by it, too.
 
     Fix: `(loss / accumulation).backward()`. If micro-batches have unequal numbers of targets, use sums
     (`reduction="sum"`) divided by the number of targets in all micro-batches of the step.

@@ -23,8 +23,7 @@ def clip_always_active(run: RunContext) -> Results:
     Looks like: gradient.clip_before_unscale, where the norm is wrong by the loss scale;
     gradient.accumulation_not_normalised, where it is wrong by the number of micro-batches.
 
-    Fix: log the norm that `clip_grad_norm_` returns, and use a threshold near its 90th percentile; 1.0 is usual for
-    transformers.
+    Fix: log the norm that `clip_grad_norm_` returns, and use a threshold near its 90th percentile (transformers: 1.0).
     """
     clips = [(r.step, c["norm"] / max(c["at"], 1e-30)) for r in run.steps for _, c in kinds(r, "clip") if c["norm"]]
     if len(clips) < MIN_CLIPS or not all(math.isfinite(ratio) and ratio > MIN_NORM_RATIO for _, ratio in clips):

@@ -7,8 +7,7 @@ from trainwright.doctor.nonfinite import CONSEQUENCES, traced_at
 def clip_spreads_nan(run: RunContext) -> Results:
     """Clipping makes all gradients NaN, because one of them was: each is divided by a total norm that is NaN.
 
-    How it is detected: a step has gradients that are not finite. Clipping makes more gradients non-finite than there
-    were before.
+    How it is detected: a step has gradients that are not finite, and after clipping there are more of them.
 
     Usual cause: the loop or a hook writes NaN or infinity into a gradient after the backward pass, or the value arose
     earlier, and another finding names its origin.

@@ -8,8 +8,7 @@ def graph_cut(run: RunContext, facts: WiringFacts, seen: Every[WiringFacts]) -> 
     """The autograd graph is cut inside the model, so weights that the optimizer holds get no gradient.
 
     How it is detected: a replay records each function that gets tensors with a graph and returns one without, and the
-    weights before it that get no gradient and do not change. A value that comes back from NumPy or a Python list has no
-    graph.
+    weights before it that get no gradient and do not change. A value from NumPy or a Python list has no graph.
 
     Exceptions: a stop-gradient is reported only with -v if it is outside of the trained path (a teacher, a target), or
     if the weights that it cuts off were trained earlier.

@@ -17,8 +17,7 @@ def spike(run: RunContext) -> Results:
     How it is detected: the norm is more than 8 times the median of the last 64 steps and at least 6 standard deviations
     above it, but not in the first 16 steps.
 
-    Exceptions: reported only with -v where the gradient was clipped, or where the loss has returned to its earlier
-    level.
+    Exceptions: reported only with -v if the gradient was clipped, or if the loss has returned to its earlier level.
 
     Usual cause: a batch that is unlike the others, a learning rate that was raised, or a steep region of the loss.
 

@@ -6,8 +6,7 @@ from trainwright.doctor.facts.wiring import StatementsFacts
 def result_discarded(run: RunContext, facts: StatementsFacts) -> Results:
     """A statement has no effect: the result of a function is discarded, or a method is named and not called.
 
-    Why it matters: a mask is not applied, an augmentation does not happen, or a mode does not change. There is no
-    error.
+    Why it matters: a mask is not applied, an augmentation does not happen, or a mode does not change, without an error.
 
     How it is detected: in the source of the loop, the models, the data sets and their functions. A statement calls a
     tensor method that also exists with an underscore (`masked_fill` and `masked_fill_`), a layer without state, or a

@@ -28,8 +28,7 @@ def unseen(run: RunContext) -> Results:
     Why it matters: the absence of findings does not mean that this part is correct. The finding is a warning if no step
     was observed, or if most updates were made by an optimizer that was not passed to the watch.
 
-    How it is detected: the part is missing in half of the last eight recorded steps, or the run has ended without a
-    step.
+    How it is detected: the part is missing in half of the last eight recorded steps, or the run ended without a step.
 
     Usual cause: calls that bypass the module (`model.forward(x)`), a compiled model around the watched one, an
     optimizer that was not passed to `tw.watch`, gradients written by hand, an empty loader or range of epochs.

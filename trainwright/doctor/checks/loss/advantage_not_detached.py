@@ -4,7 +4,7 @@ from trainwright.doctor.facts.loss import LossFacts, over_most_steps
 
 @check(stage="loss", confidence=0.85, since_step=1)
 def advantage_not_detached(run: RunContext, exams: Every[LossFacts]) -> Results:
-    """The advantage is not detached, so the policy loss also trains the critic, and biases it.
+    """The advantage is not detached, so the policy loss also trains the critic and biases its values.
 
     How it is detected: log-probabilities of chosen actions are multiplied by the difference of a constant and an output
     of the model, and both factors have a graph.

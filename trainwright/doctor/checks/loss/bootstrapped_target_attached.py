@@ -4,10 +4,9 @@ from trainwright.doctor.facts.loss import LossFacts, sign_of
 
 @check(stage="loss", confidence=0.85, since_step=1)
 def bootstrapped_target_attached(run: RunContext, exams: Every[LossFacts]) -> Results:
-    """The bootstrapped target is not detached, so the loss also moves the target towards the prediction.
+    """The bootstrapped target of Q-learning is not detached, so the loss also moves the target towards the prediction.
 
-    Why it matters: half of the update changes the value of the next state. Q-learning then converges slowly or to wrong
-    values.
+    Why it matters: half of the update changes the value of the next state, so Q-learning is slow or finds wrong values.
 
     How it is detected: the loss compares the value of a chosen action with a constant plus a multiple of the largest
     (or of a chosen) value of a model. The autograd graphs of both lead to the same weights.
@@ -16,7 +15,7 @@ def bootstrapped_target_attached(run: RunContext, exams: Every[LossFacts]) -> Re
 
     Usual cause: the target is computed by the trained network, without `torch.no_grad()` or `.detach()`.
 
-    Fix: compute it under `torch.no_grad()`, or `target = (reward + gamma * next_value).detach()`.
+    Fix: compute the target under `torch.no_grad()`, or `target = (reward + gamma * next_value).detach()`.
 
     Sources: philtabor/Deep-Q-Learning-Paper-To-Code#9, datawhalechina/easy-rl PR 117.
     """

@@ -17,12 +17,12 @@ def bounded_output(run: RunContext, exams: Every[LossFacts]) -> Results:
     distances such as `mse_loss`: more than 2 % of the targets are beyond the bounds of this function. For losses of
     logits: the best scores within the bounds have a loss that is less than 75 % below that of equal scores.
 
-    Usual cause: a final activation that belongs to other targets: relu or sigmoid before targets of both signs, tanh
+    Usual cause: a final activation that does not fit the targets: relu or sigmoid before targets of both signs, tanh
     before cross entropy, relu before `binary_cross_entropy_with_logits`.
 
     Looks like: loss.softmax_before_cross_entropy, where the logits are probabilities.
 
-    Fix: leave out the last activation, or bring the targets into its range.
+    Fix: remove the last activation, or scale the targets to its range.
 
     Sources: UMLAUT (CHI 2021); DeepLocalize (ICSE 2021), faults of the last layer.
     """
@@ -30,13 +30,13 @@ def bounded_output(run: RunContext, exams: Every[LossFacts]) -> Results:
         if not call.bound or (call.outside <= MAX_OUTSIDE and call.room > MIN_ROOM):
             continue
         reach = f"{call.outside:.0%} of the targets are beyond what {call.bound} can give"
-        gain = f"the best scores that {call.bound} can give gain {call.room:.0%} of the loss of equal scores"
+        gain = f"its best scores lower the loss of equal scores by only {call.room:.0%}"
         yield run.finding(
             step,
             symptom=f"the input of {call.op} ends in {call.bound}: {reach if call.outside > MAX_OUTSIDE else gain}",
             where=where_of(call),
             evidence=[
                 ("fraction of targets out of reach", round(call.outside, 4), 0.0),
-                ("fraction of the loss that can be gained", round(call.room, 3), f"> {MIN_ROOM}"),
+                ("possible reduction of the loss of equal scores", round(call.room, 3), f"> {MIN_ROOM}"),
             ],
         )

@@ -4,13 +4,13 @@ from trainwright.doctor.facts.loss import LossFacts, over_most_steps
 
 @check(points_at=("criterion", "op:cross_entropy"), stage="loss", confidence=0.8, since_step=1)
 def class_weights_inverted(run: RunContext, exams: Every[LossFacts]) -> Results:
-    """The class weights of the loss rise with the frequencies of the classes: the frequent class gets the large weight.
+    """The class weights of the loss are inverted: frequent classes get large weights.
 
-    Why it matters: weights are meant to make rare classes count. These make the imbalance worse, and the loss falls.
+    Why it matters: weights should make rare classes count. These make the imbalance worse, and the loss falls.
 
     How it is detected: the logarithms of the weights and of the frequencies of the targets have a correlation above
-    0.95. With two classes, the weights have the ratio of the frequencies, up to a quarter. `pos_weight` is the odds of
-    a positive target instead of their inverse, up to a quarter.
+    0.95. With two classes, the ratio of the weights is that of the frequencies, within a quarter. `pos_weight` is the
+    odds of a positive target instead of their inverse, within a quarter.
 
     Exceptions: classes of nearly equal frequency.
 

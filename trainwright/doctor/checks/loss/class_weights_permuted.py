@@ -8,11 +8,11 @@ def class_weights_permuted(run: RunContext, exams: Every[LossFacts]) -> Results:
 
     Why it matters: frequent classes get the weights of rare ones. The loss falls as usual.
 
-    How it is detected: the class weights fall with the frequencies of the classes among the targets, but only if the
-    classes are sorted as text (0, 1, 10, 11, 2, ...) or moved by one: the correlation of their logarithms is below
-    -0.95 then, and at least 0.3 weaker in the order of the class numbers.
+    How it is detected: the class weights fall with the frequencies of the classes among the targets only if the classes
+    are sorted as text (0, 1, 10, 11, 2, ...) or moved by one. In that order the correlation of the logarithms is below
+    -0.95, and in the order of the class numbers it is at least 0.3 weaker.
 
-    Exceptions: fewer than five classes, classes of nearly equal frequency, weights that are no function of it.
+    Exceptions: fewer than five classes, classes of nearly equal frequency, weights that do not depend on the frequency.
 
     Usual cause: the counts are in a dictionary whose keys are strings, or in the order in which labels were first read.
 

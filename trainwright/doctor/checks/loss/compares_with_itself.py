@@ -14,11 +14,11 @@ def compares_with_itself(run: RunContext, exams: Every[LossFacts]) -> Results:
 
     Exceptions: pairs of two encoders, as in CLIP, where the diagonal is the target.
 
-    Usual cause: the diagonal is not masked.
+    Usual cause: the diagonal of the similarity matrix is not masked.
 
     Fix: before the softmax:
 
-        similarity = similarity.masked_fill(torch.eye(len(z), dtype=torch.bool), float("-inf"))
+        similarity = similarity.masked_fill(torch.eye(len(z), device=z.device).bool(), float("-inf"))
 
     Sources: Lightning-Universe/lightning-bolts#695, alinlab/CSI#49.
     """

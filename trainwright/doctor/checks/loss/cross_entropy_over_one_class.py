@@ -12,12 +12,12 @@ from trainwright.doctor.facts.loss import CONSEQUENCES_OF_WRONG_ARGUMENTS, LossF
 def cross_entropy_over_one_class(run: RunContext, exams: Every[LossFacts]) -> Results:
     """Cross entropy gets a single logit, so the loss and all gradients are always 0.
 
-    How it is detected: the class dimension of the input of `cross_entropy` has size 1. The softmax of one value is 1,
-    whatever the value is.
+    How it is detected: the class dimension of the input of `cross_entropy` has size 1. The softmax of one value is
+    always 1.
 
-    Usual cause: a binary classifier with one output and the loss function for several classes.
+    Usual cause: a binary classifier with one output is trained with the loss function for several classes.
 
-    Looks like: optim.lr_too_low, gradient.vanishing: nothing moves.
+    Looks like: optim.lr_too_low and gradient.vanishing, where the loss is not 0.
 
     Fix: `binary_cross_entropy_with_logits` for one logit, or two outputs with `cross_entropy`.
 

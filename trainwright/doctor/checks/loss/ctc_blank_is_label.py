@@ -4,7 +4,7 @@ from trainwright.doctor.facts.loss import LossFacts, sign_of
 
 @check(points_at="criterion", stage="loss", severity="critical", confidence=0.97, since_step=1)
 def ctc_blank_is_label(run: RunContext, exams: Every[LossFacts]) -> Results:
-    """The blank of the CTC loss is one of the labels.
+    """The blank of the CTC loss is also used as a label.
 
     How it is detected: in each examined step, targets within their lengths contain the index `blank` of `ctc_loss`,
     which is 0 by default.
@@ -18,5 +18,6 @@ def ctc_blank_is_label(run: RunContext, exams: Every[LossFacts]) -> Results:
     sign = sign_of(exams, "blank_is_label")
     if sign is not None:
         yield run.finding(
-            where=Where(op=sign.op, source=sign.line), evidence=[("steps whose targets contain it", sign.steps, 0)]
+            where=Where(op=sign.op, source=sign.line),
+            evidence=[("steps whose targets contain the blank", sign.steps, 0)],
         )

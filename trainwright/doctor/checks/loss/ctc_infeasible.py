@@ -10,13 +10,13 @@ def ctc_infeasible(run: RunContext) -> Results:
     Why it matters: with `zero_infinity=True` these samples count as 0 and are never learned; the loss looks normal.
 
     How it is detected: the step is replayed operation by operation; `ctc_loss` is infinite for finite
-    log-probabilities. Or, by the lengths that `ctc_loss` gets, at least 5 % of the samples have fewer frames than
-    labels and repeated labels.
+    log-probabilities. Or, by the lengths that `ctc_loss` gets, at least 5 % of the samples have fewer frames than the
+    number of labels plus repeated labels.
 
     Usual cause: `input_length < target_length + repeats` for a sample, often after subsampling.
 
-    Fix: subsample less; leave out the few samples that are still too short. `nn.CTCLoss(zero_infinity=True)` only hides
-    them.
+    Fix: subsample less, and remove the few samples that are still too short. `nn.CTCLoss(zero_infinity=True)` only
+    hides them.
 
     Sources: wenet #2299, pytorch/pytorch#31557.
     """

@@ -25,7 +25,7 @@ def detached_from_model(run: RunContext) -> Results:
     Usual cause: `.item()`, `.detach()`, `.data`, `.numpy()` or `torch.tensor(...)` between the outputs and
     `backward()`, or a forward pass under `no_grad`.
 
-    Looks like: optim.params_not_registered, where the gradients go to other parameters than those of the optimizer.
+    Looks like: optim.params_not_registered, where parameters outside of the optimizer get the gradients.
 
     Fix: keep the tensors that the model and the loss function return, and call `.item()` only on values to print.
     """
@@ -40,7 +40,7 @@ def detached_from_model(run: RunContext) -> Results:
     step = (lasting or cut)[0]
     reached, owned = step.values.get("grads", (1, 1))
     module = _module_without_gradient(run, owned)
-    detached = "the loss was made from a number, or from detached outputs"
+    detached = "the loss was computed from a number or from detached outputs"
     is_certain = any(value.get("cut") for kind, value in step.events if kind == "backward")
     yield run.finding(
         step.step,
@@ -49,7 +49,7 @@ def detached_from_model(run: RunContext) -> Results:
         if lasting and module
         else detached
         if lasting
-        else "this batch has nothing to learn from: other steps have gradients",
+        else "this batch gives no gradient, but other steps do",
         severity="critical" if lasting else "info",
         sure=0.98 if is_certain else 0.9,
         where=Where(module=module, source=run.line_of("op:cut", step.step)),

@@ -12,7 +12,7 @@ def ends_ignored(run: RunContext, exams: Every[LossFacts]) -> Results:
     How it is detected: the target equals `reward + factor * next_value` for all samples, also those whose flag is 1.
     Reward, next value and a tensor of flags 0 and 1 are variables of the function that computes the loss.
 
-    Exceptions: flags of a time limit, after which the episode would go on.
+    Exceptions: flags of a time limit, after which the episode would continue.
 
     Usual cause: `done` is stored and sampled, but not used in the target.
 

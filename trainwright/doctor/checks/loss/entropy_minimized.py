@@ -8,8 +8,8 @@ MIN_STEPS = 6  # Examined steps in which the entropy is minimized
 def entropy_minimized(run: RunContext, exams: Every[LossFacts]) -> Results:
     """The entropy bonus of a policy has the wrong sign: entropy is minimized, and exploration ends too early.
 
-    How it is detected: in every examined step of a loop that draws actions from the outputs, the total loss decreases
-    as the entropy decreases.
+    How it is detected: in every examined step (at least 6) of a loop that draws actions from the outputs, the total
+    loss decreases as the entropy decreases.
 
     Exceptions: losses without drawn samples, in which the entropy of predictions is minimized on purpose.
 

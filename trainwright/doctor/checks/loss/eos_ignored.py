@@ -6,7 +6,7 @@ from trainwright.doctor.facts.data import TargetsFacts, TokensFacts
 def eos_ignored(run: RunContext, exams: Every[TokensFacts]) -> Results:
     """The token that ends a text is never a target.
 
-    Why it matters: the model never learns to stop. The loss shows nothing; generation runs to the length limit.
+    Why it matters: the model never learns to stop, so it generates text up to the length limit, whatever the loss is.
 
     How it is detected: the padding id also occurs between targets, the attention mask counts its first occurrence as
     text, or the model's configuration or a tokenizer names it as `eos_token_id`. It is never a target.
@@ -15,7 +15,7 @@ def eos_ignored(run: RunContext, exams: Every[TokensFacts]) -> Results:
 
     Usual cause: the end-of-text token is the padding token as well, and the loss ignores padding.
 
-    Looks like: data.pad_in_loss, the opposite.
+    Looks like: data.pad_in_loss, where padding counts as a target.
 
     Fix: use a separate padding token, or mask labels by position: `ids.masked_fill(attention_mask == 0, -100)`.
 

@@ -18,20 +18,19 @@ MIN_DEPTH_RATIO = 20.0  # Distance of the final loss below 0 / largest absolute 
     since_step=1,
 )
 def falls_without_bound(run: RunContext) -> Results:
-    """The loss falls without bound, faster and faster, far below any value that it had before.
+    """The loss falls faster and faster, far below 0.
 
-    How it is detected: the mean losses of the four quarters of the run fall, each time by more than before. The last
-    loss is negative, and 20 times as large as any loss of the first eighth.
+    How it is detected: over at least 32 steps, the mean losses of the four quarters of the run fall, each time by more
+    than before. The last loss is negative, and at least 20 times as large as any loss of the first eighth.
 
-    Exceptions: several models or optimizers; samples drawn by the model; the likelihood of a density, whose fall slows
-    down.
+    Exceptions: several models or optimizers; samples drawn by the model; density likelihoods, whose fall slows down.
 
-    Usual cause: the sign of a term is wrong (a penalty or a divergence that is subtracted instead of added), `nll_loss`
+    Usual cause: the sign of a term is wrong (a penalty or a divergence is subtracted instead of added), `nll_loss`
     without `log_softmax`, or a distance that is maximized without a margin.
 
     Looks like: loss.wrong_sign, where a loss function is maximized.
 
-    Fix: write the loss as a sum of terms to minimize, and bound each term to maximize by a margin.
+    Fix: write the loss as a sum of terms to minimize. Bound a distance to maximize: `F.relu(margin - distance)`.
     """
     exams = run.every(LossFacts)
     if exams and (facts := over_most_steps(exams)) and (facts.rivals or facts.drawn):

@@ -4,10 +4,9 @@ from trainwright.doctor.facts.loss import LossFacts, sign_of
 
 @check(stage="loss", confidence=0.9, since_step=1)
 def groups_mix_prompts(run: RunContext, exams: Every[LossFacts]) -> Results:
-    """Advantages of GRPO are normalised over groups that mix prompts, instead of the completions of one prompt.
+    """Advantages of GRPO are normalized over groups that mix prompts, instead of the completions of one prompt.
 
-    Why it matters: an advantage then says which prompt is easy, and not which completion is good. The policy hardly
-    learns.
+    Why it matters: an advantage then shows which prompt is easy, not which completion is good.
 
     How it is detected: each prompt has the same number of completions in the batch. The factors of the log-probability
     ratios sum to 0 over consecutive samples of that number, and not over the samples of a prompt.
@@ -21,7 +20,7 @@ def groups_mix_prompts(run: RunContext, exams: Every[LossFacts]) -> Results:
     sign = sign_of(exams, "groups_mixed")
     if sign is not None:
         yield run.finding(
-            symptom=f"in {sign.steps} of {sign.steps} steps the advantages sum to 0 over consecutive samples, which "
+            symptom=f"in {sign.steps} examined steps the advantages sum to 0 over consecutive samples, which "
             "are of different prompts, and not over the samples of one prompt",
             where=Where(op=sign.op, source=sign.line),
             evidence=[("steps with groups of several prompts", sign.steps, 0)],

@@ -17,19 +17,19 @@ LN_2 = math.log(2)
     explains=("loss.no_better_than_constant", "model.output_same_for_all_samples", "optim.weights_never_move"),
 )
 def never_changes(run: RunContext) -> Results:
-    """The loss has the same value in step after step, whatever the batch is and although weights change.
+    """The loss has the same value in every step, whatever the batch is.
 
-    How it is detected: the losses of the last 16 recorded steps or more are equal up to rounding of float32.
+    How it is detected: the losses of at least the last 16 recorded steps are equal up to rounding of float32.
 
     Exceptions: a loss of 0 that had another value before, or that has a gradient above 0, as in policy gradients.
 
-    Usual cause: the loss does not depend on what is learned: its parts cancel, its input is constant, or it is a
-    number. For a preference loss (DPO) that stays at ln 2 = 0.6931: the reference model is the policy itself, so the
-    margin is always 0.
+    Usual cause: the loss does not depend on what is learned: its terms cancel, its input is constant, or it is a
+    constant number. For a preference loss (DPO) that stays at ln 2 = 0.6931, the reference model is the policy itself,
+    so the margin is always 0.
 
     Looks like: optim.weights_never_move, where the loss changes from batch to batch.
 
-    Fix: print what the loss is computed from for two different batches. For DPO: `reference = copy.deepcopy(policy)`
+    Fix: print the tensors that enter the loss for two different batches. For DPO: `reference = copy.deepcopy(policy)`
     before training, in eval mode and without gradients.
 
     Sources: huggingface/trl#1311, #1627; eric-mitchell/direct-preference-optimization#46.
@@ -51,8 +51,8 @@ def never_changes(run: RunContext) -> Results:
     is_preference = abs(loss - LN_2) < 1e-5
     yield run.finding(
         symptom=f"the loss is {loss:.6g} in {len(same)} recorded steps in a row",
-        cause="the loss stays at ln 2 = 0.6931: the margin is always 0, as where the reference model of DPO is the "
-        "policy itself, or both scores of a pair are the same"
+        cause="the loss stays at ln 2 = 0.6931: the margin is always 0. The reference model of DPO is the policy "
+        "itself, or both scores of a pair are the same"
         if is_preference
         else "",
         severity="info" if is_late and has_gradient else "warning",

@@ -19,8 +19,9 @@ def nll_without_log_softmax(run: RunContext, exams: Every[LossFacts]) -> Results
     Why it matters: `nll_loss` only negates the value of the target class. With probabilities it has hardly any gradient
     where the model is wrong; with logits it falls below 0, without bound.
 
-    How it is detected: more than 10 % of the input of `nll_loss` or `ctc_loss` is above 0, all rows are probabilities,
-    or exp(input) of a row does not sum to 1 (median over the rows, within 0.05).
+    How it is detected: at least 10 % of the input of `nll_loss` or `ctc_loss` is above 0; or all rows are
+    probabilities; or some of it is above 0, and the sum of exp(input) over a row is not 1 (median over the rows, within
+    0.05). For `kl_div`: all rows are probabilities.
 
     Exceptions: weighted log-probabilities, as in a focal loss: their rows do not sum to 1, but no value is above 0.
 
@@ -42,8 +43,8 @@ def nll_without_log_softmax(run: RunContext, exams: Every[LossFacts]) -> Results
             step,
             symptom=f"the input of {call.op} is {what}, not log-probabilities"
             if is_kl
-            else f"the input of {call.op} is {what}: {call.above_0:.0%} of it is above 0, and exp(input) of a row "
-            f"sums to 1 within {call.off_sum:.2g}",
+            else f"the input of {call.op} is {what}: {call.above_0:.0%} of it is above 0, and the sum of exp(input) "
+            f"over a row is off 1 by {call.off_sum:.2g}",
             cause="log_softmax is missing before kl_div, which takes log-probabilities" if is_kl else "",
             remedy="`kl_div(log_softmax(logits, dim=1), target)`" if is_kl else "",
             severity="critical" if severity == "critical" else "warning",

@@ -16,15 +16,15 @@ LEARNING_TIME_RATIO = 8
 def no_better_than_constant(run: RunContext, exams: Every[LossFacts]) -> Results:
     """At the end the model is no better than a prediction that ignores the inputs.
 
-    How it is detected: in the last examined steps the loss is within 2 % of the loss of a constant prediction, the mean
-    of all targets so far. Shuffling the targets of the batch does not raise it by 2 % either.
+    How it is detected: at the end of a run of at least 60 steps, the loss of the last examined steps is within 2 % of
+    that of a constant prediction, the mean of all targets so far. Shuffling the targets of the batch does not raise it
+    by 2 % either.
 
     Exceptions: the loss still falls, or the run had fewer than 30 samples per class. Several models, drawn samples or a
     reversed gradient, where a part of the model should be unable to predict. One of two calls of the same loss
     function, if the model has learned the other one, such as the inner loss of MAML before adaptation.
 
-    Usual cause: targets that do not belong to the inputs, updates that do not work, or outputs that do not depend on
-    the inputs.
+    Usual cause: targets that do not belong to the inputs, updates without effect, or outputs that ignore the inputs.
 
     Looks like: optim.lr_too_low, where the loss falls, but too slowly.
 

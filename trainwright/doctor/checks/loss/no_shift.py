@@ -8,7 +8,7 @@ MIN_SCORE_CHANGE = 1e-3  # Change of a score, in standard deviations of the scor
 def no_shift(run: RunContext, exams: Every[TokensFacts]) -> Results:
     """The targets of a causal model are its input tokens, or tokens at another offset than the next one.
 
-    Why it matters: copying is easy, so the loss goes to 0 fast, and generation repeats its prompt.
+    Why it matters: copying is easy, so the loss falls to 0 fast, and generated text repeats the prompt.
 
     How it is detected: 95 % of the targets equal the input at one offset that is not the next token, and the scores do
     not change with later tokens.
@@ -19,7 +19,7 @@ def no_shift(run: RunContext, exams: Every[TokensFacts]) -> Results:
     Usual cause: targets are not shifted against the inputs; or they are shifted twice, by the loop and by the model, as
     `transformers` models shift `labels` themselves.
 
-    Looks like: model.future_leak, where the targets are shifted and the model sees them.
+    Looks like: model.future_leak, where the targets are shifted and the model sees the later tokens.
 
     Fix: shift once.
 
@@ -36,7 +36,7 @@ def no_shift(run: RunContext, exams: Every[TokensFacts]) -> Results:
                 continue
             if offset == 0 and given is not None and given <= MIN_SCORE_CHANGE:
                 continue
-            target = {0: "the token it is given", -1: "the token before"}.get(offset, f"the token {offset} places on")
+            target = {0: "the input token itself", -1: "the token before"}.get(offset, f"the token {offset} places on")
             yield run.finding(
                 step,
                 severity="critical" if offset >= 0 else "info",  # copying the input is a task of its own

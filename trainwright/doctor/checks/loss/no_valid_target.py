@@ -13,8 +13,8 @@ def no_valid_target(run: RunContext) -> Results:
 
     Looks like: other NaN losses, where the gradients are NaN as well.
 
-    Fix: divide the sum by `max(1, valid)`: `F.cross_entropy(z, t, reduction="sum") / max(1, valid)`; leave such a batch
-    out of the mean that is logged.
+    Fix: with `valid = int((target != -100).sum())`: `F.cross_entropy(logits, target, reduction="sum") / max(1, valid)`;
+    do not count such a batch in the logged mean.
 
     Sources: pytorch/pytorch #70348, #116349.
     """

@@ -8,7 +8,7 @@ MIN_RATIO = 16.0  # Weight of the divergence, relative to its weight in the vari
 
 @check(stage="loss", confidence=0.9, since_step=1, explains=("loss.no_better_than_constant",))
 def posterior_collapse(run: RunContext, exams: Every[LossFacts]) -> Results:
-    """The reconstruction is averaged over the elements of a sample, but the divergence is summed and dominates.
+    """The reconstruction is averaged over the elements of a sample, but the KL divergence is summed and dominates.
 
     Why it matters: if a sample has n elements, the divergence has n times its correct weight. The posterior collapses
     to the prior, and the decoder returns the mean of the data.
@@ -18,9 +18,9 @@ def posterior_collapse(run: RunContext, exams: Every[LossFacts]) -> Results:
 
     Exceptions: a small weight of the divergence, of about 1 / number of elements.
 
-    Usual cause: `mse_loss(x_hat, x)` averages over samples and elements, the divergence sums over the latent code.
+    Usual cause: `mse_loss(x_hat, x)` averages over samples and elements, the divergence is a sum over the latent code.
 
-    Looks like: loss.term_dominates, where the weights of the terms are chosen badly.
+    Looks like: loss.term_dominates, where both terms are means and their weights are chosen badly.
 
     Fix: `F.mse_loss(x_hat, x, reduction="sum") / len(x)`, or divide the divergence by the number of elements.
 

@@ -16,11 +16,11 @@ def ratio_always_one(run: RunContext, exams: Every[LossFacts], rows: RowsFacts) 
     How it is detected: `exp(new - old)` of log-probabilities is exactly 1 for all samples in each examined step,
     although the steps read rows again, and in at least two steps nothing was drawn since the step before.
 
-    Exceptions: one update for each rollout, where the ratio is 1 by definition: then actions are drawn before each
-    update; `exp(new - new.detach())`, which is 1 on purpose.
+    Exceptions: one update for each rollout, where actions are drawn before each update and the ratio is always 1;
+    `exp(new - new.detach())`, which is 1 on purpose.
 
-    Usual cause: the old log-probabilities are computed by the policy that is being updated, in the same step, and not
-    stored when the actions were sampled.
+    Usual cause: the old log-probabilities are computed in the same step by the policy that is being updated, instead of
+    being stored when the actions were sampled.
 
     Fix: store the log-probabilities of the rollout:
 
@@ -36,7 +36,7 @@ def ratio_always_one(run: RunContext, exams: Every[LossFacts], rows: RowsFacts) 
         yield NotApplicable("each rollout is used for one update")
         return
     yield run.finding(
-        symptom=f"the ratio of two policies was exactly 1 for all samples in {sign.steps} of {sign.steps} steps",
+        symptom=f"the ratio of new and old policy was exactly 1 for all samples in {sign.steps} steps",
         where=Where(op="exp", source=sign.line),
         evidence=[("steps in which the ratio is 1 everywhere", sign.steps, "the first of each rollout")],
     )

@@ -24,7 +24,7 @@ def real_class_ignored(run: RunContext, exams: Every[LossFacts]) -> Results:
             yield run.finding(
                 step,
                 symptom=f"ignore_index={call.ignored_class} leaves out {call.ignored:.0%} of the targets; in "
-                f"{call.ignored_inside:.0%} of the sequences they stand between others",
+                f"{call.ignored_inside:.0%} of the sequences they are between other targets",
                 where=where_of(call),
                 evidence=[("sequences with ignored targets between others", round(call.ignored_inside, 3), 0.0)],
             )

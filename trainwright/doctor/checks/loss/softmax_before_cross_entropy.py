@@ -30,7 +30,7 @@ def softmax_before_cross_entropy(run: RunContext, exams: Every[LossFacts]) -> Re
 
     Looks like: loss.nll_without_log_softmax, where `nll_loss` gets probabilities.
 
-    Fix: leave the softmax out of the model in training and pass its input (the logits) to the loss function.
+    Fix: remove the softmax from the model in training, and pass its input (the logits) to the loss function.
 
     Sources: pytorch.org/docs, torch.nn.CrossEntropyLoss ("the input is expected to contain the unnormalized logits");
     UMLAUT (CHI 2021), rule "missing or double softmax".
@@ -45,7 +45,7 @@ def softmax_before_cross_entropy(run: RunContext, exams: Every[LossFacts]) -> Re
         place = f" in {in_words(call.made_in)}" if call.made_in is not None else ""
         yield run.finding(
             step,
-            symptom=f"the input of {call.op} is probabilities: {seen}",
+            symptom=f"the input of {call.op} consists of probabilities: {seen}",
             cause=f"the {first}{place} comes before {call.op}, which takes logits and applies its own",
             where=Where(op=first, shown_at=call.line) if is_unknown else where_of(call, call.made_in),
             evidence=[("input", seen, "logits"), ("shape", list(call.shape))],

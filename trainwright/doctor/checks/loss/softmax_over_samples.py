@@ -17,10 +17,10 @@ MIN_STEPS = 3
     ),
 )
 def softmax_over_samples(run: RunContext, exams: Every[LossFacts]) -> Results:
-    """The softmax before the loss runs over the samples of the batch, or over positions, and not over the classes.
+    """The softmax before the loss runs over the samples of the batch or over positions instead of over the classes.
 
     Why it matters: the samples of a batch compete for each class, while the classes of a sample do not compete. The
-    loss falls and stays high, and predictions depend on the other samples.
+    loss stays high, and predictions depend on the other samples.
 
     How it is detected: in three or more steps, the axis of the softmax is not that of the classes. This axis is known
     for `nll_loss`, `cross_entropy` and `ctc_loss`, for a choice of one log-probability in each row, and for targets

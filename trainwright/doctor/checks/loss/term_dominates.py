@@ -16,7 +16,7 @@ TARGET_LOSS_SUFFIXES = (
     explains=("gradient.*", "optim.lr_too_high", "optim.lr_too_low"),
 )
 def term_dominates(run: RunContext) -> Results:
-    """One term of the loss has a gradient a thousand times as large as another, which is not learned.
+    """One term of the loss has a gradient over a thousand times as large as another, which is not learned.
 
     How it is detected: the gradients of the terms with respect to the parameters that all terms reach are compared in
     replays of two of the first 8 steps.
@@ -27,7 +27,7 @@ def term_dominates(run: RunContext) -> Results:
     Usual cause: a weight, or a sum instead of a mean, makes one term far larger. A clipped or adaptive update leaves no
     room for the other.
 
-    Fix: choose weights with which the gradients of both terms have a similar size.
+    Fix: choose weights such that the gradients of both terms have a similar size.
     """
     several = [(step, facts) for step, facts in run.every(LossFacts) if facts.terms > 1 and step <= MAX_STEP]
     seen = [(step, facts) for step, facts in run.every(TermsFacts) if step <= MAX_STEP]
@@ -43,7 +43,7 @@ def term_dominates(run: RunContext) -> Results:
         symptom=f"the gradient of {large.name} is {ratio:.0f} times that of {small.name} in weights of both",
         cause=f"{large.name} weighs {abs(large.weight / small.weight):.4g} times as much as {small.name}; a clipped or "
         "adaptive update leaves the other no effect",
-        remedy=f"multiply the weight of {large.name} by {1 / ratio:.2g}, so that both gradients are of one size",
+        remedy=f"multiply the weight of {large.name} by {1 / ratio:.2g}, so that both gradients have the same size",
         where=Where(op=large.name),
         evidence=[
             (f"gradient norm of {large.name}", large.shared, small.shared),

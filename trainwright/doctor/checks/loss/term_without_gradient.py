@@ -14,11 +14,11 @@ KIND_TEXTS = {
 def term_without_gradient(run: RunContext, exams: Every[LossFacts]) -> Results:
     """A term of the loss trains nothing: it is part of the printed loss, but has no effect on any update.
 
-    How it is detected: in at least 3 of the first steps, one of two faults occurs. The loop adds a scalar without a
-    graph to a scalar with one, and computed it from outputs of the model, or as the distance of two tensors without a
-    graph. Or the graph of a term reaches only weights that no update changes before the next backward pass, while the
-    graph of another term reaches weights that are updated. Or in replays of two of the first steps the gradient of a
-    term has the size of rounding errors, a millionth of that of another term: its parts cancel.
+    How it is detected: in at least 3 of the first steps, the loop adds a scalar without a graph to a scalar with one,
+    and has computed it from outputs of the model, or as the distance of two tensors without a graph. Or in as many
+    steps the graph of a term reaches only weights that no update changes before the next backward pass, while another
+    term reaches weights that are updated. Or in replays of two of the first steps the gradient of a term is below a
+    millionth of that of another term: its parts cancel.
 
     Exceptions: a scalar that was detached itself, as in surrogate losses and baselines; a term of detached values, if a
     term with a gradient is multiplied by these values.
@@ -29,7 +29,7 @@ def term_without_gradient(run: RunContext, exams: Every[LossFacts]) -> Results:
 
     Looks like: loss.term_dominates, where the term has a gradient and another is far larger.
 
-    Fix: keep the graph of the inputs of the term, or leave the term out of the loss. Detach a generated sample only in
+    Fix: keep the graph of the inputs of the term, or remove the term from the loss. Detach a generated sample only in
     the step of the discriminator.
 
     Sources: LixiangHan/GANs-for-1D-Signal#7, junyanz/pytorch-CycleGAN-and-pix2pix#1201, nikhilsinghmus/image2reverb#37.

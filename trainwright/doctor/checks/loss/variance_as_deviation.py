@@ -4,7 +4,7 @@ from trainwright.doctor.facts.loss import LossFacts, sign_of
 
 @check(stage="loss", confidence=0.9, since_step=1)
 def variance_as_deviation(run: RunContext, exams: Every[LossFacts]) -> Results:
-    """Noise is scaled by a variance where the loss takes the same number for a variance, not for its root.
+    """The noise of a VAE is scaled by the variance instead of the standard deviation.
 
     Why it matters: the latent code is sampled from another distribution than the divergence measures.
 
@@ -13,7 +13,7 @@ def variance_as_deviation(run: RunContext, exams: Every[LossFacts]) -> Results:
 
     Exceptions: `exp(0.5 * a)` as the factor of the noise, or `exp(2 * a)` in the divergence.
 
-    Usual cause: `std = logvar.exp()`.
+    Usual cause: `std = logvar.exp()`, which is the variance.
 
     Fix: the square root of the variance:
 

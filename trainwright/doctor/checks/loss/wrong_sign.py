@@ -27,9 +27,9 @@ def wrong_sign(run: RunContext, exams: Every[LossFacts]) -> Results:
 
     Usual cause: a minus before the loss, or `maximize=True` with a loss that should fall.
 
-    Looks like: optim.lr_too_high, where the loss rises although its sign is right.
+    Looks like: optim.lr_too_high, where the loss rises although its sign is correct.
 
-    Fix: drop the minus, or `maximize=True`.
+    Fix: remove the minus, or `maximize=True`.
     """
     facts = over_most_steps(exams)
     known = [each for _, one in exams for each in one.given if each.wants]
@@ -50,7 +50,7 @@ def wrong_sign(run: RunContext, exams: Every[LossFacts]) -> Results:
     yield run.finding(
         symptom=f"every update makes {name} larger: {early[0]:.4g} in the first step, {late[-1]:.4g} now",
         cause=f"{name} is maximized: "
-        + ("maximize=True" if facts.maximizes else "its sign is turned before backward()"),
+        + ("maximize=True" if facts.maximizes else "its sign is inverted before backward()"),
         where=where_of(call),
         evidence=[(f"{name} in the first and last steps", [early[0], late[-1]], "falls")],
     )

@@ -9,8 +9,8 @@ def input_without_effect(run: RunContext, exams: Every[InputsFacts]) -> Results:
     Why it matters: the information of this input (noise level, class, mask, condition) is never used.
 
     How it is detected: in replays of the forward pass with two seeds, the rows of the argument are exchanged. No bit of
-    the outputs changes, although other arguments change them. Weights that are all 0 are filled with small numbers
-    before.
+    the outputs changes, although other arguments change them. Weights that are all 0 are first filled with small
+    numbers.
 
     Exceptions: arguments whose rows are equal, such as a mask of ones; arguments that are used in some steps only.
     Reported only with -v: parts of a batch that the model gets as a whole, such as ids and labels in a dict.

@@ -6,9 +6,8 @@ from trainwright.doctor.facts.layers import ModulesFacts
 def padding_idx_is_token(run: RunContext, facts: ModulesFacts) -> Results:
     """The `padding_idx` of an embedding is the number of a real token, so this token never learns.
 
-    How it is detected: padding occurs at the ends of rows, but a token occurs between other tokens. In a few steps, at
-    least 2 % of all ids equal `padding_idx`, more than half of these occur between other ids, and their embedding row
-    is 0.
+    How it is detected: padding occurs at the ends of rows, a token between other tokens. In a few steps, at least 2 %
+    of all ids equal `padding_idx`, more than half of these occur between other ids, and their embedding row is 0.
 
     Exceptions: ids that an attention mask declares to be tokens, such as an end-of-text token that also pads.
 

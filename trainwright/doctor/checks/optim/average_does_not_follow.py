@@ -17,8 +17,7 @@ def average_does_not_follow(run: RunContext, facts: AveragesFacts) -> Results:
     above 1, or above 0.3 in every step is wrong, and so is any growth. Or each update of a 16-bit copy leaves half of
     its elements unchanged.
 
-    Exceptions: slow weights (Lookahead) and target networks, which change only from time to time; a decay that warms
-    up.
+    Exceptions: slow weights (Lookahead) and target networks, which change now and then; a decay that warms up.
 
     Usual cause: the two factors do not add up to 1, the decay is not between 0 and 1, or decay and its complement are
     swapped or overwritten; or the average is kept in 16 bits, where a change of less than half of the last digit is

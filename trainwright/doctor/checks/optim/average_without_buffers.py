@@ -8,7 +8,7 @@ MIN_DISTANCE = 0.5  # Standard deviations of the input of a normalization
 def average_without_buffers(run: RunContext, facts: AveragesFacts) -> Results:
     """A moving average of the weights (EMA) is evaluated with outdated running statistics of BatchNorm.
 
-    Why it matters: BatchNorm shifts and scales by statistics of other weights, so the average looks far worse than it
+    Why it matters: BatchNorm shifts and scales by statistics of other weights, so the average seems far worse than it
     is.
 
     How it is detected: a module follows the weights gradually. It is called in eval mode while the running means of all

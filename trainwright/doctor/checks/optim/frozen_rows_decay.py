@@ -12,8 +12,7 @@ def frozen_rows_decay(run: RunContext, facts: ModulesFacts) -> Results:
 
     Exceptions: rows that the loss does not reach, such as those of padding.
 
-    Usual cause: the gradients of frozen rows are set to 0, but weight decay or momentum of the optimizer still changes
-    these rows.
+    Usual cause: the gradients of frozen rows are set to 0, but weight decay or momentum still changes these rows.
 
     Fix: `weight_decay=0` for this embedding, or copy the frozen rows back after each step.
 

@@ -6,8 +6,8 @@ from trainwright.doctor.facts.wiring import WiringFacts
 def nothing_trainable(run: RunContext, facts: WiringFacts) -> Results:
     """Nearly everything is frozen: nothing is trained, or only normalization layers.
 
-    How it is detected: no trainable parameter outside of normalization layers is in an optimizer, and other parameters
-    are frozen.
+    How it is detected: the optimizers hold no trainable parameter outside of normalization layers, and others are
+    frozen.
 
     Usual cause: `requires_grad_(False)` after the new head was added, or on the full model.
 

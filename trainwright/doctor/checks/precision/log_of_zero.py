@@ -9,8 +9,7 @@ def log_of_zero(run: RunContext) -> Results:
     How it is detected: the step is replayed operation by operation. The first one that makes a value non-finite is a
     logarithm whose input is 0, or a loss that contains a logit of -inf.
 
-    Usual cause: a softmax or a sigmoid has rounded a probability to 0, or the target is a class that is masked with
-    -inf.
+    Usual cause: a softmax or sigmoid has rounded a probability to 0, or the target is a class that is masked with -inf.
 
     Looks like: gradient.where_hides_nan, where the loss is finite and only the gradient is not.
 

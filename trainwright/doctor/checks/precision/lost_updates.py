@@ -21,8 +21,7 @@ def lost_updates(run: RunContext, facts: MixedPrecisionFacts) -> Results:
 
     Exceptions: optimizers that keep float32 copies or rounding errors, or that round stochastically.
 
-    Usual cause: `model.bfloat16()` with a plain optimizer. Weights of normalizations, which begin at 1, stop changing
-    first.
+    Usual cause: `model.bfloat16()` with a plain optimizer. Weights of normalizations, which begin at 1, stop first.
 
     Looks like: optim.lr_too_low, where float32 weights hardly move either.
 

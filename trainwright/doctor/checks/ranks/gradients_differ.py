@@ -19,8 +19,7 @@ def gradients_differ(run: RunContext, facts: RanksFacts) -> Results:
     synchronize their weights between updates (local SGD). Ranks that never exchange gradients are reported from step 16
     on.
 
-    Usual cause: gradients are not averaged over the ranks, or clipping, unscaling or a hook changes them on one rank
-    only.
+    Usual cause: gradients are not averaged over the ranks, or clipping, unscaling or a hook changes those of one rank.
 
     Looks like: ranks.ddp_does_not_exchange, which names the cause.
 

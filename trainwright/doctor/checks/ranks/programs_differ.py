@@ -14,8 +14,7 @@ def programs_differ(run: RunContext, facts: RanksFacts) -> Results:
 
     Exceptions: models that are divided among the ranks (pipeline stages).
 
-    Usual cause: a branch of the loop depends on the rank, such as `if rank == 0: evaluate()` that leaves the model in
-    eval mode.
+    Usual cause: a branch of the loop depends on the rank: `if rank == 0: evaluate()` leaves the model in eval mode.
 
     Fix: let every rank take the same branch: decide on rank 0 and use `dist.broadcast`, or use values that are the same
     on all ranks.

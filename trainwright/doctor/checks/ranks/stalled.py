@@ -14,8 +14,7 @@ def stalled(run: RunContext, facts: RanksFacts) -> Results:
     ...`), the finding contains the last collective of each rank, and the first one in which the ranks differ. With
     NCCL, it contains the missing ranks and the different counts of collectives that NCCL's RAS service reports.
 
-    Usual cause: that rank does something that the others do not (reads, evaluates, saves), hangs, or its process has
-    ended.
+    Usual cause: that rank does something that the others do not (reads, evaluates, saves), hangs, or has ended.
 
     Looks like: ranks.uneven_steps, where the loop of that rank has ended.
 

@@ -6,8 +6,8 @@ from trainwright.doctor.facts.schedule import LearningRateFacts
 def cosine_climbs(run: RunContext, facts: LearningRateFacts) -> Results:
     """A cosine schedule is stepped beyond its end, and the learning rate climbs back.
 
-    Why it matters: after 2 * `T_max` calls it is at its peak again. The run ends with a high learning rate and does not
-    converge.
+    Why it matters: after 2 * `T_max` calls it is at its peak again. The run ends at a high learning rate without
+    convergence.
 
     How it is detected: the learning rate rises while a `CosineAnnealingLR` has `last_epoch > T_max`.
 

@@ -15,8 +15,7 @@ MAX_BASE_LR = 0.05  # Above this base learning rate, a correct factor may be clo
     since_step=1,
 )
 def factor_is_rate(run: RunContext, facts: LearningRateFacts) -> Results:
-    """The function of a `LambdaLR` returns a learning rate instead of a factor, so the learning rate is about its
-    square.
+    """The function of a `LambdaLR` returns a learning rate instead of a factor, so it is multiplied twice.
 
     How it is detected: the base learning rate is below 0.05, the highest factor so far (learning rate over
     `initial_lr`) is within a factor of 2 of it, and the learning rate is not rising.
