@@ -1,4 +1,4 @@
-"""A check: a property of every correct run, or a known fault. Its docstring is its page.
+"""A check: a property of every correct run, or a known fault. Its docstring is the page that is shown to users.
 
 Each check is in a file ``checks/<topic>/<name>.py``. The function has the name of the file, and the code of its
 findings is ``<topic>.<name>``.
@@ -22,7 +22,7 @@ State: TypeAlias = Literal["passed", "found", "not applicable", "not examined"]
 
 @dataclass(frozen=True)
 class NotApplicable:
-    """The reason why the check does not apply to this run or could not be made."""
+    """The reason why the check does not apply to this run, or could not be evaluated."""
 
     why: str
 
@@ -65,7 +65,7 @@ class Check:
 
     @cached_property
     def _parameters(self) -> list[tuple[type[Measurement], bool]]:
-        """For each parameter of ``judge`` after the first: its kind of measurement; True if it takes ``Every`` one."""
+        """(kind of measurement, whether it is annotated ``Every``) of each parameter of ``judge`` after the first."""
         wanted = [each.annotation for each in inspect.signature(self.judge).parameters.values()][1:]
         return [(get_args(get_args(each)[0])[1], True) if get_origin(each) else (each, False) for each in wanted]
 
@@ -99,7 +99,7 @@ def check(
     points_at: str | tuple[str, ...] = (),
     since_step: int | None = None,
 ) -> Callable[[Judge], Check]:
-    """Decorator that makes a Check of a function. The file has the name of the function."""
+    """Decorator that makes a Check of a function. The module must have the name of the function."""
 
     def decorated(judge: Judge) -> Check:
         *_, topic, name = judge.__module__.split(".")

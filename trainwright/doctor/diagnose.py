@@ -29,11 +29,11 @@ class Diagnosis:
 
 
 def diagnose(run: RunContext, checks: Sequence[Check] | None = None) -> Diagnosis:
-    """Runs all checks. A finding that explains others takes them as its consequences.
+    """Evaluates the checks and the user-defined checks. A finding that explains others lists them as consequences.
 
     Args:
         run: The measurements.
-        checks: The checks to make. Default: all of them.
+        checks: The checks to evaluate. Default: all of them.
 
     Returns:
         The findings, the requested experiments, and the result of each check.
@@ -48,7 +48,7 @@ def diagnose(run: RunContext, checks: Sequence[Check] | None = None) -> Diagnosi
 
 
 def _results(check: Check, run: RunContext) -> list[Result]:
-    """Returns the results of a check. An exception in it becomes an info finding and does not end a training."""
+    """Returns the results of a check. An exception in a check becomes an info finding, so the training continues."""
     try:
         why = next((why for kind in check.needs if (why := run.not_measured(kind)) is not None), None)
         return list(check.results(run)) if why is None else [_NotExamined(why)]
@@ -82,7 +82,7 @@ def _state(code: str, results: Sequence[Result]) -> CheckState:
 
 
 def _folded(findings: Iterable[Finding]) -> list[Finding]:
-    """Moves findings into the consequences of the finding that explains them. The likeliest cause takes them first."""
+    """Moves findings into the consequences of the finding that explains them: the first in the order of ``rank``."""
     left = sorted(findings, key=_rank)
     for cause in list(left):
         taken = [each for each in left if cause in left and each is not cause and _explains(cause, each)]
@@ -95,7 +95,7 @@ def _folded(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def _place_of_first(cause: Finding, consequences: Sequence[Finding]) -> Where:
-    """Returns the place of the first consequence with a place; as ``shown_at`` if the cause is outside of the model."""
+    """Returns the first place of a consequence. If the cause is outside of the model, the line becomes ``shown_at``."""
     where = next((each.found.where for each in consequences if each.found.where != Where()), Where())
     if cause.found.code.partition(".")[0] not in TOPICS_OUTSIDE_OF_MODEL:
         return where
@@ -103,9 +103,9 @@ def _place_of_first(cause: Finding, consequences: Sequence[Finding]) -> Where:
 
 
 def _explains(cause: Finding, other: Finding) -> bool:
-    """Returns True if the cause lists the code of the other finding, or the other is a symptom of learning.
+    """Returns True if the cause lists the code of the other finding, or the other finding only names a symptom.
 
-    A symptom is explained by any finding on learning that names a cause and is at least as severe.
+    Within TOPICS_OF_LEARNING, a symptom is explained by any finding above ``info`` that names a cause and ranks first.
     """
     one, two = cause.found, other.found
     is_symptom = one.names_cause and not two.names_cause and one.severity != "info" and rank(one) < rank(two)

@@ -20,9 +20,9 @@ SECTIONS = (
 REQUIRED_SECTIONS = ("How it is detected", "Usual cause", "Fix")
 _SECTION = re.compile(rf"^({'|'.join(SECTIONS)}):\s*", re.MULTILINE)
 
-_TEXT_END = re.compile(r"\n\s*\n|\n {4}")
+_TEXT_END = re.compile(r"\n\s*\n|\n {4}")  # A blank line or a code block ends the text of a section
 _NAME = re.compile(r"[\w-]+([./_#]\w|://| PR \d| #\d)")
-"""A code, an address, a repository with a number, or a function. Its first letter is not capitalized."""
+"""A code, address, repository with a number, or function. A text that begins with one keeps its first letter."""
 
 
 @dataclass(frozen=True)

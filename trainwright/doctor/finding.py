@@ -20,7 +20,7 @@ Calls: TypeAlias = Sequence[tuple[str, str]]
 
 @dataclass(frozen=True)
 class RemedyTrial:
-    """A remedy that a replay can try: its name in ``replay.trials``, and the arguments of the trial."""
+    """A remedy that a replay can try: its name in ``doctor.remedies.TRIALS``, and the arguments of the trial."""
 
     name: str
     args: Mapping[str, JsonValue] = field(default_factory=dict)
@@ -112,7 +112,7 @@ def line_of_stage(found: Found, calls: Calls) -> str | None:
 
 
 def in_words(module: str | None) -> str:
-    """Returns words for a module: "" is the full model. None stands for code outside of all modules: the loss."""
+    """Returns words for a module path. "" is the full model; None is code outside of all modules, such as the loss."""
     return "the loss" if module is None else module or "the model itself"
 
 

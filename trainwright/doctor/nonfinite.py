@@ -1,4 +1,4 @@
-"""Findings from the trace of a non-finite step: shared by the checks, each of which knows some mechanisms."""
+"""Findings from the trace of a non-finite step, for the checks of non-finite values. Each covers some mechanisms."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainwright.runs.records import Examined, Where
 
 CONSEQUENCES = ("precision.nonfinite_step", "resources.not_reproducible")
 """Findings that follow from any operation that makes a step non-finite."""
-MAX_IDS = 16  # Maximum number of sample ids in a finding
+MAX_IDS = 16  # A finding lists the sample ids of all equal traces, or only of the first one if there are more
 DIVERGED_LOSS_RATIO = 10.0
 """If the loss exceeds the lowest one by this factor, the run has diverged and the operation is not the root cause."""
 
@@ -106,7 +106,7 @@ def traced_at(run: RunContext, step: int) -> TraceFacts | str | None:
 
 
 def skipped_by_scaler(run: RunContext, step: int) -> bool:
-    """Returns True if the loss was finite and a gradient scaler, which searches for its scale, skipped the update."""
+    """Returns True if the loss was finite, but a gradient scaler skipped the update to search for its scale."""
     seen = next((each for each in run.steps if each.step == step), None)
     return seen is not None and math.isfinite(seen.loss) and any(kind == "scaler_skipped" for kind, _ in seen.events)
 

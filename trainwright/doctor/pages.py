@@ -27,11 +27,9 @@ def codes() -> tuple[str, ...]:
 
 
 def page(code: str, translate: Callable[[str], str] | None = None) -> str:
-    """Returns the page of a code; for a topic such as ``loss`` its codes with titles; for "" all codes.
+    """Returns the page of a code; for a topic such as ``loss``, its codes with titles; for "", all codes.
 
-    For any other word, or several, it returns the codes whose pages contain them.
-
-    ``translate`` translates the texts of a page.
+    For other words, returns the codes whose pages contain all of them. ``translate`` translates the texts of a page.
 
     Raises:
         UsageError: There is no page for ``code``. The error suggests the nearest codes.
@@ -51,7 +49,7 @@ def page(code: str, translate: Callable[[str], str] | None = None) -> str:
 
 
 def _containing(words: str) -> list[str]:
-    """Returns the codes whose pages contain all words: those with the words in code or title first."""
+    """Returns the codes whose pages contain all words. Codes with all words in code or title come first."""
     wanted = words.lower().replace("_", " ").split()
     texts = {each: f"{each} {title(each)}".lower().replace("_", " ") for each in codes()}
     heads = [each for each in texts if all(word in texts[each] for word in wanted)]

@@ -18,7 +18,7 @@ class GroupFacts:
     with_grad: int  # Number of tensors with a gradient
     lr: float | None = None  # Learning rate; None if the optimizer has none
     initial_lr: float | None = None  # The ``initial_lr`` that a scheduler wrote; None without one
-    # Factors of the learning rate, such as ``lr_scale``, that neither the optimizer nor its module has a name for
+    # Factors of the learning rate, such as ``lr_scale``, that the source code of the optimizer does not mention
     unread: dict[str, float] = field(default_factory=dict)
 
 
@@ -56,10 +56,10 @@ class CallsFacts:
     split_windows: tuple[tuple[int, int, int], ...] = ()
     accumulation: int | None = None  # Number of micro-batches that was passed to the watch
     carried: tuple[float, ...] = ()  # For each optimizer, the norm of gradients that existed when the last step began
-    with_left: tuple[int, ...] = ()  # For each optimizer, updates with gradients that the turn of another one left
+    with_left: tuple[int, ...] = ()  # For each optimizer, updates with gradients left by another one's backward pass
     backwards: int = 0  # Number of backward passes
-    moved: bool = False  # True if a weight changed before the first step
-    steps_seen: int = 0  # Number of optimizers that stepped before the first step
+    moved: bool = False  # A weight has changed although no step has ended
+    steps_seen: int = 0  # Number of optimizers that have stepped
 
 
 @dataclass
@@ -70,7 +70,7 @@ class ScalerFacts:
     scaled_updates: int = 0  # Updates with gradients that still contained the loss scale
     since: int = 0  # The first step with such an update
     steps: int = 0  # Calls of ``scaler.step``
-    other: int = 0  # Calls of ``scaler.step`` on a scaler that did not scale the loss
+    other: int = 0  # Calls of ``unscale_`` or ``step`` of a scaler that did not scale the loss
     scaled_clips: int = 0  # Number of clips of gradients that still contained a loss scale
     scaled_clip: ScaledClip | None = None  # One of them
 
@@ -119,7 +119,7 @@ class SteadinessFacts:
     experiment: ClassVar[str] = "steadiness"
     draws: bool = False  # Random numbers are drawn during a step
     repeats: int = 0  # Number of steps that began in the random state of an earlier step
-    since_repeat: int = 0  # The first of them
+    since_repeat: int = 0  # The first such step
     repeated_step: int = 0  # The earlier step with the same state
     seeded_at: str | None = None  # Line of the last ``torch.manual_seed`` in the loop
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 SAME = 8  # Consecutive steps on one batch that count as repetition. Loops with several updates per batch make fewer.
 
 
-MIN_COPIED_ROWS = 8  # Different rows that occur several times in an evaluation and were trained on
+MIN_COPIED_ROWS = 8  # Minimum number of different rows that occur several times in an evaluation and were trained on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class RowsFacts:
     groups: int = 0  # Number of groups of ``workers`` consecutive batches
     equal_groups: int = 0  # Number of groups in which all batches are equal
     source: str | None = None  # Line that reads the newest loader
-    evaluated: EvaluatedRows | None = None  # Rows of the last evaluation that overlap most with training
+    evaluated: EvaluatedRows | None = None  # Of the sets in the last evaluation, the one that overlaps most
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +72,9 @@ class SplitsFacts:
     rows: int = 0  # Evaluated rows
     columns: int = 0  # Columns that vary
     standardized: int = 0  # Columns with mean 0 and deviation 1 over exactly these rows
-    gapless: int = 0  # Columns of codes that have no gap and end before those of training
-    gaps: float = 0.0  # Number of gaps in these columns that the frequencies of training predict
-    scales: tuple[str, ...] = ()  # The usual scales of training and of evaluation inputs, if they differ
+    gapless: int = 0  # Columns of integer codes without a gap, whose highest code is below that of training
+    gaps: float = 0.0  # Expected number of gaps in these columns, by the frequencies of the codes in training
+    scales: tuple[str, ...] = ()  # Names of the scales of training inputs and evaluated inputs, if they differ
     source: str | None = None  # Line that calls the model
 
 
@@ -104,12 +104,12 @@ class EpochRepeat:
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderOverlap:
-    """A loader of an evaluation: the number of its samples, and of those whose position was also trained on."""
+    """Samples of a loader that was evaluated, by their position in the dataset."""
 
-    samples: int
-    shared: int
-    trained: int
-    same_loader: bool
+    samples: int  # Evaluated samples
+    shared: int  # Number of these that were trained on
+    trained: int  # Samples of the dataset that were trained on
+    same_loader: bool  # The loader also yields training batches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +203,7 @@ class TargetsFacts:
     largest: int  # Largest class among them
     lowest: float = 0.0  # Lowest target of a binary loss
     highest: float = 1.0  # Highest target of a binary loss
-    ends: tuple[int, ...] = ()  # Ids that end a text, as objects of the loop or of its loaders name them
+    ends: tuple[int, ...] = ()  # End-of-text ids, from attributes (``eos_token_id``) of objects of the loop or loaders
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,7 +225,7 @@ class LeakingColumn:
     column: int
     within: float
     samples: int
-    is_copy: bool = False  # It equals one of several numbers of the target
+    is_copy: bool = False  # The column equals one of several columns of the target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,7 +250,7 @@ class BatchFacts:
     padding: PaddedIds | None = None  # The id that pads rows
     reached: int = 0  # The largest node that an edge names, plus 1, if a loader has joined several graphs; else 0
     crossing: float = 0.0  # Fraction of these edges that connect nodes of different graphs
-    scrambled: str = ""  # The order of axes in which the memory of the pictures is smoother, if not as they are given
+    scrambled: str = ""  # Order of axes that makes the pictures smoother than the present one; "" without such an order
     offsets: tuple[int, ...] = ()  # For each cross-entropy over tokens, the distance from prediction to target
 
 
@@ -301,11 +301,11 @@ class TokenLoss:
 
     offset: int | None  # Each target is the input token this many positions later; None if no offset fits
     fraction: float  # Fraction of the targets for which this holds
-    sees: float | None = None  # Change of scores before ``start`` if tokens from it on change, in standard deviations
+    sees: float | None = None  # Change of scores before ``start`` if tokens from ``start`` on change, in std deviations
     given: float | None = None  # Change of scores at ``start`` in the same experiment
     start: int = 0  # The first changed position
     module: str | None = None  # Path of the first module that depends on later tokens; None if unknown
-    line: str | None = None  # Line in it that calls the first such function; None if unknown
+    line: str | None = None  # Line in ``module`` that calls the first such function; None if unknown
     ends: TextEnds | None = None  # The token that ends texts
 
 

@@ -92,7 +92,7 @@ class SymmetryFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class FirstLossFacts:
-    """The loss of the first step, as it was and with weights of the usual scale."""
+    """The loss of the first step, as recorded and with weights of the usual scale."""
 
     experiment: ClassVar[str] = "first_loss_rescaled"
     loss: float  # The recorded loss
@@ -157,7 +157,7 @@ class Deviation:
     amount: float  # The change
     limit: float  # The largest change that rounding explains
     module: str | None = None  # Path of the first module whose output changed with unchanged input; None if unknown
-    line: str | None = None  # Line in it that calls the first function whose result changed; None if unknown
+    line: str | None = None  # Line in ``module`` that calls the first function whose result changed; None if unknown
 
     @property
     def is_real(self) -> bool:
@@ -184,7 +184,7 @@ class PaddedFacts:
     """The forward pass of one step in eval mode, replayed without the padding of a row."""
 
     experiment: ClassVar[str] = "padded"
-    padding: Deviation | None = None  # Deviation of its outputs; None if not measured
+    padding: Deviation | None = None  # Deviation of the outputs of this row; None if not measured
     pad: str = ""  # The declaration that identifies padding
 
 
@@ -194,6 +194,6 @@ class InputsFacts:
 
     experiment: ClassVar[str] = "inputs"
     arguments: int = 0  # Number of arguments whose rows differ
-    without_effect: tuple[str, ...] = ()  # Those whose rows, in another order, change no bit of the outputs
+    without_effect: tuple[str, ...] = ()  # Arguments whose rows, in another order, change no bit of the outputs
     keeps_order: bool = True  # False: an attention model gives the same outputs for tokens in another order
-    needs_order: bool = False  # If so: there is an output for each token, or a table of positions in the model
+    needs_order: bool = False  # If not ``keeps_order``: each token has an output, or the model has a position table

@@ -38,8 +38,8 @@ class MeasuredLoss:
     ignored: float = 0.0  # Fraction of the targets that ignore_index leaves out
     ignored_class: int | None = None  # The ignore_index if it is a valid class, else None
     ignored_inside: float = 0.0  # Fraction of the sequences with a target of that index between others
-    rows_without: float = 0.0  # Fraction of rows without a target, if those of the others follow an ignored beginning
-    weights_of: tuple[int, ...] = ()  # If class weights fit the frequencies of other classes: these, for each class
+    rows_without: float = 0.0  # Fraction of rows in which all targets are ignored, if others begin with ignored ones
+    weights_of: tuple[int, ...] = ()  # For each class weight, the class whose frequency it fits; () if its own may be
     inverted: bool = False  # Class weights rise with the frequencies of the classes
     own_pairs: bool = False  # Similarities whose diagonal, each sample with itself, is the largest and no target
     reverses: bool = False  # A custom autograd Function is between the parameters and the input
@@ -80,7 +80,7 @@ class LossFacts:
     rivals: bool = False  # There are several models or optimizers
     maximizes: bool = False  # The optimizers have ``maximize=True``
     reached: int = 1  # Number of parameters with a gradient
-    steps: int = 1  # Number of examined steps; 1 in a replay
+    steps: int = 1  # Number of examined steps, 1 in a replay
 
 
 @dataclass(frozen=True)

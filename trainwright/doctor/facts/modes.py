@@ -11,12 +11,12 @@ class EvalModule:
     """A module that has been in eval mode in the training passes since step ``since``."""
 
     module: str  # Its path
-    since: int  # The step
+    since: int
     left: bool  # It was in train mode before
     depends: bool  # Its forward pass differs between the modes
     norm: bool  # It is a normalization with running statistics
     container: bool  # It has children
-    trained: bool  # It is trained; for a module without weights, the smallest enclosing module with weights is
+    trained: bool  # It has trainable weights; without any weights, the smallest enclosing module with weights has
     source: str | None = None  # Line that put it into eval mode
 
 
@@ -33,7 +33,7 @@ class ModesFacts:
     evaluated_in_train: tuple[int, ...] = ()  # Steps after which the model was evaluated in train mode, at most 16
     evaluated_in_eval: tuple[int, ...] = ()  # Steps after which the model was evaluated in eval mode, at most 16
     num_evaluated_in_train: int = 0  # Number of evaluations in train mode
-    source: str | None = None  # Line of the first of them
+    source: str | None = None  # Line of the first evaluation in train mode
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class EvaluationFacts:
     after: int  # The last step before it
     rows: int  # Number of rows
     renamed: RenamedClasses | None = (
-        None  # Classes whose samples are predicted as another class, each as one of its own
+        None  # Classes whose samples are predicted as another class, each class as a different one
     )
 
 

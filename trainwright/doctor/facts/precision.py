@@ -98,7 +98,7 @@ class FirstNonfinite:
     micro_batch: int = 0  # Number of the micro-batch
     eps: float | None = None  # ``eps`` of the optimizer, for an operation of the update
     rows: tuple[int, ...] | None = None  # Samples that each make the step non-finite on their own; None: not measured
-    ids: tuple[int, ...] = ()  # Their ids, if known
+    ids: tuple[int, ...] = ()  # Ids of these samples, if known
     empty: float | None = None  # The value that fills all of an input in exactly these samples; else None
 
 

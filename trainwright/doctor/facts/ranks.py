@@ -42,7 +42,7 @@ class RankStep:
     processor: str = ""  # Name of the processor of this rank
     moments: tuple[int | None, ...] = ()  # Checksums of the optimizer state
     buffers: tuple[int | None, ...] = ()  # Checksums of the buffers
-    factor: float | None = None  # Factor by which the gradients of a part changed between backward pass and update
+    factor: float | None = None  # For sharded models: gradient norm at the update / after the backward pass
     divides: bool = False  # The forward pass communicates or is a pipeline stage
     program: dict[str, str] = field(default_factory=dict)  # The operations of the rank, as text
     groups: tuple[dict[str, float], ...] = ()  # Hyperparameters of the optimizer groups
@@ -53,7 +53,7 @@ class RankStep:
     rng: int | None = None  # Checksum of the generator states after the batch was read
     draws: bool = False  # The step drew numbers from these generators
     summed: bool = False  # The gradients are sums over ranks, of mean losses, and were not divided
-    shrunk: bool = False  # The gradients are means of losses that were divided by the number of ranks, too
+    shrunk: bool = False  # The gradients are averaged over ranks, and the loss was also divided by the number of ranks
     without_gradient: tuple[str, ...] = ()  # Parameters without a gradient
     exchange: ExchangeFacts = field(default_factory=ExchangeFacts)  # Gradient exchange
     steps: int = 0  # Number of steps that the times cover
@@ -104,7 +104,7 @@ class RankStatus:
     ended: str = ""  # "" while the watch is active, "finished", or the error that ended it
     unused: tuple[str, ...] = ()  # Parameters that DistributedDataParallel found without a gradient
     where: str = ""  # Line at which its thread was when it was found to be stalled
-    recorded: tuple[CollectiveFacts, ...] = ()  # By then, if torch's flight recorder is on, in order of time
+    recorded: tuple[CollectiveFacts, ...] = ()  # Its collectives by then, in order, if torch's flight recorder is on
     nccl: tuple[str, ...] = ()  # Missing ranks and different counts that NCCL reports for the stall, on rank 0
     nonfinite: NonfiniteFacts | None = None  # Its first step that was not finite
     changes: tuple[WeightsChange, ...] = ()  # Weights that changed between updates
@@ -166,8 +166,8 @@ class PaceFacts:
 
     own_s: tuple[float, ...]  # For each rank, the median time of a step outside of communication, in seconds
     step_s: float  # Median time of a step, in seconds
-    behind: tuple[int, ...] = ()  # Ranks far slower in each of the last rows, and with them any far slower by median
-    since: int = 0  # Step of the first of these rows
+    behind: tuple[int, ...] = ()  # If a rank was slow in each of the last rows: that rank, and ranks slow by median
+    since: int = 0  # Step of the first of the last rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,11 +181,11 @@ class RanksFacts:
     compared: int = 0  # Number of compared steps
     disagreements: tuple[Disagreement, ...] = ()  # Quantities that differ and must not
     coincidences: tuple[Coincidence, ...] = ()  # Quantities that are equal and should not be
-    exchange: ExchangeFacts | None = None  # Of the rank that exchanged least when gradients first differed
+    exchange: ExchangeFacts | None = None  # When gradients first differed, those of the rank that exchanged least
     is_wrapped: bool = False  # DistributedDataParallel wraps the model
     programs: tuple[ProgramDifference, ...] = ()  # Operations that differ
-    are_reduced: bool = False  # Gradients were also compared as the backward passes left them
-    factors: tuple[float, ...] = ()  # Factor by which each rank scaled its part of the gradients, if these differ
+    are_reduced: bool = False  # Gradients were also compared right after the last backward pass
+    factors: tuple[float, ...] = ()  # ``RankStep.factor`` of each rank, if the factors differ
     factors_since: int | None = None  # First step in which the factors differ
     summed_since: int | None = None  # First step with gradients that were summed instead of averaged
     shrunk_since: int | None = None  # First step with gradients that were averaged twice

@@ -74,7 +74,7 @@ EVENT_WORDS = {
 """Word for each kind of event. Other kinds are not part of the order of calls."""
 MIN_STEPS = 8  # Minimum number of steps of a compared run. The first steps may be a warm-up of the loop.
 MAX_POINTS = 128  # Maximum number of steps of a reference run whose numbers are kept
-MIN_SPREAD = 0.25  # Maximum relative difference of two runs that seeds and batches explain
+MIN_SPREAD = 0.25  # Relative differences of two runs up to this fraction are explained by seeds and batches
 
 
 def traits_of(run: RunContext) -> Traits:

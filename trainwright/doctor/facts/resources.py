@@ -47,7 +47,7 @@ class MemoryFacts:
     losses_alive: int = 0  # Number of losses that are alive
     old_outputs: int = 0  # Number of observed outputs
     outputs_alive: int = 0  # Number of outputs with a graph that are alive
-    output_bytes: int = 0  # Their size
+    output_bytes: int = 0  # Size of these outputs
     graphs: tuple[GraphSize, ...] = ()  # Sizes of recent graphs
     private_bytes: tuple[float, ...] = ()  # Unshared memory of a loader worker at the first and the last reading
     objects: int = 0  # Number of Python objects in lists and dicts of the dataset

@@ -32,7 +32,7 @@ class Window:
 
 @dataclass(frozen=True)
 class PlateauMetric:
-    """A metric passed to ReduceLROnPlateau, the mean training loss since the previous one, and the learning rate."""
+    """A metric passed to ReduceLROnPlateau, the mean training loss since the last metric, and the learning rate."""
 
     value: float
     loss: float
@@ -50,7 +50,7 @@ class SchedulerFacts:
     metrics: tuple[PlateauMetric, ...] = ()  # Metrics passed to it
     repeated: int = 0  # Calls without an update since the previous call
     advanced: int = 0  # Calls with at least one update since the previous call
-    advanced_once: int = 0  # Calls with exactly one
+    advanced_once: int = 0  # Calls with exactly one update since the previous call
     is_stray: bool = False  # Its optimizer never stepped
     shares: bool = False  # That optimizer holds parameters of the watched models
 

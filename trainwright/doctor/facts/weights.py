@@ -25,7 +25,7 @@ class WeightsFacts:
     zero_weights: tuple[str, ...] = ()  # Matrices that began as zeros and never moved
     zeros: int = 0  # Number of matrices of ``tensors`` that began as zeros
     has_gradient: bool = False  # A tensor had a gradient other than 0
-    stands_since: int = 0  # The last step after which anything had changed
+    stands_since: int = 0  # Step of the last examination that found a change
     updates_since: int = 0  # Updates since ``stands_since``
     worked_on: tuple[str, ...] = ()  # Weights that were trained before, as their version counters show
     since: int = 0  # Step of the previous examination

@@ -25,7 +25,7 @@ class GraphCut:
     last: str | None  # The last module before the cut; None if unknown
     behind: tuple[str, ...]  # Parameters that no gradient reaches
     line: str | None = None  # Line of the operation, if it is in a module
-    aside: bool  # No weight behind the cut, or applied to values computed from it, has a gradient
+    aside: bool  # No weight behind the cut, and no weight applied to values computed from the cut, has a gradient
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
-"""Instruments: each module measures one thing and reports one dataclass of ``doctor/facts``. Only these import torch.
+"""Instruments: each function or probe makes one measurement, and reports it as a dataclass of ``doctor/facts``.
 
-Listeners observe a loop while it runs and cost next to nothing. Replays run a recorded step again.
+Listeners observe a running loop at little cost. Replays run a recorded step again.
 """
 
 from __future__ import annotations
@@ -96,4 +96,4 @@ REPLAYS: tuple[Experiment, ...] = (
     tokens.tokens,
     update,
 )
-"""Their order here does not matter: cheap and informative replays run first."""
+"""The order here does not matter: cheap and informative replays run first."""

@@ -17,7 +17,7 @@ from trainwright.replay.functions import function_name
 from trainwright.replay.replayer import Intervention
 from trainwright.replay.session import ReplaySession
 
-MAX_MICRO_BATCHES = 16  # Micro-batches above this number are not replayed one by one
+MAX_MICRO_BATCHES = 16  # If more micro-batches than this are dropped, they are not replayed one by one
 
 
 @dataclass

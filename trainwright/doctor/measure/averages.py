@@ -205,7 +205,7 @@ def _holders(lengths: set[int]) -> Iterator[nn.Module | Holder]:
 def _reached() -> Iterator[Any]:
     """Yields the objects that the loop can reach from its variables, those of its innermost function first.
 
-    A process has 20 times as many objects. The contents of data, classes and ``_CLOSED`` types are not searched.
+    The process holds about 20 times as many objects. Contents of data, classes and ``_CLOSED`` types are not searched.
     """
     seen: dict[int, object] = {}  # holds each object, so that its id is not reused
     for frame in frames():

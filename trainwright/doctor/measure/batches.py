@@ -45,7 +45,7 @@ MAX_COLUMNS = 16384
 LEARNED_SAMPLES, LEARNED_SAMPLES_PER_CLASS = 512, 32  # the larger number applies; 512 take about 20 ms
 MIN_GRAPHS = 8  # Minimum number of graphs in a batch
 CHANNELS, MIN_SIDE, MIN_PICTURES = (2, 3, 4), 8, 8  # Batches of pictures whose axes are examined
-MIN_CHANGE_OF_ROUGHNESS, MIN_ERRORS = 0.03, 6.0  # Of a mean logarithm. Photographs have 2.5, noise 0 with 1 error
+MIN_CHANGE_OF_ROUGHNESS, MIN_ERRORS = 0.03, 6.0  # Minimum decrease of the mean log roughness, plus standard errors
 MAX_COMPARED = 2**24  # Maximum number of pairs of an input value and a target value that are compared
 MIN_PADDING = 2  # Minimum number of equal ids at the end of a row that count as padding
 
@@ -74,9 +74,10 @@ def batch(session: ReplaySession) -> BatchFacts:
 
 
 def _scrambled(x: Tensor) -> str:
-    """Returns the order of axes in which pictures (N, C, H, W) are smoother, vertically and over all; "" without one.
+    """Returns the order of axes in which pictures (N, C, H, W) are smoother, vertically and in total; "" without one.
 
-    Pictures whose axes a ``reshape`` has exchanged are rough. If the ``reshape`` is undone, they are smooth.
+    Pictures whose axes a ``reshape`` has exchanged are rough. If the ``reshape`` is undone, photographs have a mean log
+    roughness that is lower by 2.5. Noise does not change.
     """
     if x.dim() != 4 or not x.is_floating_point() or x.shape[1] not in CHANNELS or min(x.shape[2:]) < MIN_SIDE:
         return ""
@@ -164,7 +165,7 @@ def _with_targets(facts: BatchFacts, session: ReplaySession, x: Tensor, target: 
 def _is_seen(session: ReplaySession, column: int, predicted: int | None = None) -> bool:
     """Returns True if the predictions, or column ``predicted`` of them, depend on a column of the input.
 
-    In an autoregressive density model they do not.
+    In an autoregressive density model, a prediction does not depend on its own column.
     """
     was = _prediction(session, UNCHANGED)
     now = _prediction(session, Intervention(inputs=on_column(column, lambda values: values.roll(1))))

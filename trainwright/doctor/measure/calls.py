@@ -37,9 +37,10 @@ MAX_TURNS_READ = 24  # Number of backward passes of several optimizers whose gra
 class _LeftGradients:
     """Finds updates with gradients of another optimizer's turn: a generator's backward pass also reaches its critic.
 
-    A turn is one or more backward passes and the step after them. Gradients are left in an optimizer if its parameters
-    act on the results of those that the turn updates, and no `zero_grad()` comes before it steps. Its own turn does not
-    reach the others. If its parameters come first, as in an encoder with several heads, both gradients may be intended.
+    A turn is one or more backward passes and the step after them. Gradients count as left in an optimizer if (1) its
+    parameters are applied to results of the parameters that the turn updates, (2) no ``zero_grad()`` precedes its own
+    step, and (3) its own turn does not reach the others. If its parameters are applied first, as in an encoder with
+    several heads, both gradients may be intended.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
@@ -53,6 +54,7 @@ class _LeftGradients:
         self._uses: list[tuple[int, int, int]] = []  # (optimizer, first and last number of a node with its parameters)
         self._stepped: set[int] = set()
         self._turn: set[int] = set()  # optimizers that stepped since the last backward pass
+        # by optimizer: the turn, versions of the turn's gradients and of its own, and its largest gradient
         self._left: dict[int, tuple[set[int], object, object, Tensor]] = {}
 
     def on_backward(self, losses: Sequence[Tensor]) -> None:
@@ -78,7 +80,7 @@ class _LeftGradients:
         return [(number, min(each), max(each)) for number, each in found.items()]
 
     def _is_after(self, number: int, turn: set[int]) -> bool:
-        """Returns True if the parameters of an optimizer act on results of those of ``turn``."""
+        """Returns True if the parameters of an optimizer are applied to results of the parameters of ``turn``."""
         first = [low for each, low, _ in self._uses if each == number]
         last = [high for each, _, high in self._uses if each in turn]
         return bool(first and last) and min(first) > max(last)
@@ -112,7 +114,7 @@ class _LeftGradients:
 
 
 class Calls(Probe):
-    """Observes all optimizers, also those that the watch was not given. Nested steps are not counted."""
+    """Observes all optimizers, passed to the watch or not. Nested steps are not counted."""
 
     name = CallsFacts.experiment
 
@@ -252,7 +254,7 @@ class Calls(Probe):
 
 
 def _unread(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, float]:
-    """Returns the numbers of a group that are named after the learning rate, and that no code of the optimizer reads.
+    """Returns the numbers of a group that are named after the learning rate but are not in the optimizer's source.
 
     The bounds of a schedule, such as ``max_lr``, are left out.
     """

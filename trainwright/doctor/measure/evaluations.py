@@ -73,7 +73,7 @@ class Evaluations(Probe):
             self._rows[site].append(rows_of(self._given[0]) if self._given else 1)
 
     def _is_followed(self, site: Site) -> bool:
-        """Returns True if this call is observed. Evaluations are counted per call site: a first one is observed."""
+        """Returns True if this call is observed. See FOLLOWED_PASSES: evaluations are counted for each call site."""
         if site in self._rows or site in self._left_out:
             return site in self._rows
         self._passes[site] += 1
@@ -158,7 +158,7 @@ class Evaluations(Probe):
         self._open.close()
 
     def _close(self) -> None:
-        """Ends the passes since the last step. Those whose outputs were compared with targets are an evaluation."""
+        """Ends the passes since the last step. Passes whose outputs were compared with targets are an evaluation."""
         rows = [number for site, numbers in self._rows.items() if site in self._sites for number in numbers]
         if rows:
             found = (_renamed(counts, site) for (site, _), counts in self._counts.items())
@@ -178,7 +178,7 @@ class Evaluations(Probe):
 
 
 def _renamed(counts: Tensor, site: Site | None) -> RenamedClasses | None:
-    """Returns the classes whose samples are predicted as another class, if each class is predicted as one of its own.
+    """Returns the classes whose samples are predicted as another class, if no two classes share a prediction.
 
     Synchronizes with the device, once for each followed evaluation.
     """

@@ -40,7 +40,7 @@ class EvalPasses:
     """The passes of one step. ``limit`` is the largest distance that rounding explains, in standard deviations.
 
     The limit is derived from the change of the outputs when every weight changes in its last bit, and from the
-    precision of the outputs. ``is_quick``: it is not measured, and nothing is above it.
+    precision of the outputs. ``is_quick``: the limit is not measured and is infinite.
     """
 
     def __init__(self, session: ReplaySession, dtype: Literal["fp64"] | None = None, *, is_quick: bool = False) -> None:
@@ -83,7 +83,7 @@ class EvalPasses:
 
     @contextmanager
     def _jittered(self) -> Iterator[None]:
-        """Context in which weights differ by one unit in the last place. Within ``stage`` they are copies."""
+        """Context in which weights differ by one unit in the last place. The end of the replay restores them."""
         generator, eps = torch.Generator().manual_seed(0), self._eps()
         for p in self.session.replayer.subject.parameters:
             if p.is_floating_point():
@@ -92,7 +92,7 @@ class EvalPasses:
         yield
 
     def confirmed(self, measure: Callable[[EvalPasses], Deviation | None]) -> Deviation | None:
-        """Returns the result of ``measure``. If it is small and shrinks in float64, it is rounding and is reduced."""
+        """Returns the result of ``measure``. A small deviation that shrinks in float64 is rounding and is reduced."""
         found = measure(self)
         if found is None or not found.is_real or found.amount > MAX_CONFIRMED_RATIO * found.limit:
             return found
@@ -455,9 +455,9 @@ def _is_compared(passes: EvalPasses, ids: Tensor, filler: int) -> bool:
 
 @replay(FunctionFacts, when="first", steps=1.5, value=4.0)
 def function(session: ReplaySession) -> FunctionFacts:
-    """Replays the forward pass in eval mode with other neighbours and in another order.
+    """Replays the forward pass in eval mode with one sample changed, and with the samples in another order.
 
-    If no bit of the other samples changes, three passes are enough. Otherwise the rounding is measured.
+    If no bit of the other outputs changes, these passes are enough. Otherwise the rounding is measured.
     """
     passes = EvalPasses(session, is_quick=True)
     with passes.in_one_stage():
@@ -492,7 +492,7 @@ def padded(session: ReplaySession) -> PaddedFacts:
 
 @contextmanager
 def other_random_numbers() -> Iterator[None]:
-    """Context with another random seed. Used within ``stage``, which restores the generators."""
+    """Context with another random seed. The end of the replay restores the generators."""
     torch.manual_seed(0x5EED)
     yield
 

@@ -28,9 +28,10 @@ ATTENTION = frozenset({"scaled_dot_product_attention", "multi_head_attention_for
 
 @replay(InputsFacts, when="checkup", steps=1.2, value=2.0)
 def inputs(session: ReplaySession) -> InputsFacts:
-    """Replays the forward pass with the rows of each argument in another order, and with the tokens in another one.
+    """Replays the forward pass with the rows of each argument in another order, and with the tokens in another order.
 
-    Arguments are changed in train mode, because some are used in no other, with two seeds: others are used at random.
+    Arguments are changed in train mode because some are used only there, and with two seeds because some are used only
+    at random.
     """
     calls = session.recorded_step.calls
     if len(calls) != 1 or not session.size or session.size < 2:
@@ -105,7 +106,7 @@ def _at(place: int, change: Callable[[Tensor], Tensor]) -> InputHandler:
 
 
 def _order(session: ReplaySession, run: Callable[[Intervention], Outputs]) -> tuple[bool, bool]:
-    """Returns (False, whether the order matters) if attention gives each token the same output at any place."""
+    """Returns ``keeps_order`` and ``needs_order`` of InputsFacts."""
     tokens = [each for each in session.inputs if each.dim() == 2 and not each.is_floating_point()]
     if len(tokens) != 1 or (length := tokens[0].shape[1]) < MIN_TOKENS:
         return True, False

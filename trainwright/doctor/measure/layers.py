@@ -46,7 +46,7 @@ TABLES = (nn.Embedding, nn.EmbeddingBag)
 
 
 class Axes:
-    """Observes the functions of training passes. ``begin`` is called before each pass with the model's inputs."""
+    """Finds wrong axes, masks and noise in training passes. ``begin`` is called before each pass with its inputs."""
 
     def __init__(self) -> None:
         self._found: Counter[tuple[str, str, str | None, tuple[tuple[int, ...], ...]]] = Counter()
@@ -119,7 +119,7 @@ STRONG_DROPOUT = 0.7  # Dropout rates from this value on are suspicious
 class _Functions(PausableMode):
     """Calls ``listener`` with every measured torch function of an examined training pass.
 
-    ``hears_all``: with all functions, because the model has drawn uniform noise.
+    ``hears_all``: calls it with all functions, because the model has drawn uniform noise.
     """
 
     def __init__(self, listener: Callable[[str, Args, Kwargs, object], None]) -> None:
@@ -167,8 +167,8 @@ class LayerMeasurement(ModuleProbe):
 
     def _drop_pass(self) -> None:
         """Drops the tensors of one pass."""
-        self._gates: TensorNotes[None] = TensorNotes()
-        # for outputs of linear maps: a function that returns the expected spread of each unit
+        self._gates: TensorNotes[None] = TensorNotes()  # results of softmax, which may be gates of a router
+        # for outputs of linear maps: a function that returns the expected standard deviation of each unit
         self._expected: TensorNotes[Callable[[], Tensor | None]] = TensorNotes()
 
     def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
@@ -269,9 +269,9 @@ class LayerMeasurement(ModuleProbe):
     def _record_relu(self, x: Tensor) -> None:
         """Finds dead units: no sample will make their input positive.
 
-        The mean input of a dead unit is far below 0, relative to two standard deviations: the measured one, and the one
-        that the weights give to such an input. The second is needed because the inputs of a unit in a deep plain
-        network hardly differ between samples, which alone does not make the unit dead.
+        The mean input of a dead unit is far below 0, in units of the larger of two standard deviations: the measured
+        one, and the one expected from the weights and the size of the layer's input. The second is needed because in a
+        deep plain network, the inputs of a unit hardly differ between samples. This alone does not make a unit dead.
         """
         units = x.detach().float()
         units = units.movedim(1, -1) if units.dim() in (4, 5) else units
@@ -333,9 +333,9 @@ class LayerMeasurement(ModuleProbe):
 
 
 def _expected_spread(x: Tensor, weight: Tensor, made: Tensor) -> Callable[[], Tensor | None]:
-    """Returns a function that returns the spread that the weight gives to each unit of ``made``.
+    """Returns a function that returns the standard deviation of each unit of ``made`` that weight and input size give.
 
-    Few outputs are inputs of a ReLU. The spread is computed on demand if autograd keeps ``x`` until then, else at once.
+    Few outputs are inputs of a ReLU, so it is computed on demand if autograd keeps ``x`` until then, else at once.
     """
     known = weakref.ref(x)
 
@@ -355,7 +355,7 @@ def _updates(norms: dict[str, _BatchNorm]) -> dict[str, int]:
 
 
 def _without_dropout(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
-    """Calls a function; in place of strong dropout, returns its input."""
+    """Calls a function, except for strong dropout, whose input is returned."""
     p = argument(args, kwargs, 1, "p", 0.5) if function_name(function) in DROPOUTS else 0.0
     return args[0] if isinstance(p, float) and p >= STRONG_DROPOUT else function(*args, **kwargs)
 

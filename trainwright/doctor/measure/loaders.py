@@ -65,7 +65,7 @@ class _Reads:
 
 
 class Loaders(Probe):
-    """``urgent``: training samples were evaluated, an order repeated, or workers hold stale copies."""
+    """Observes the loaders and their samples. ``urgent``: ``_news`` has a name that was not reported."""
 
     name = LoadersFacts.experiment
     hears_every_step = True
@@ -133,7 +133,7 @@ class Loaders(Probe):
     def on_closed(self, step: RecordedStep) -> None:
         self._steps += 1
         if step.inputs is not None:
-            self.on_backward((), {})  # the backward pass was not reported
+            self.on_backward((), {})  # this step's backward pass was not reported
         if self._epoch is not None:
             pending, self._pending = self._pending, []
             if self._steps <= CLOSE_UNTIL_STEP or self._epoch.batches <= CLOSE_BATCHES:

@@ -208,7 +208,7 @@ MIN_AGE_STEPS = 20
 class _Taken:
     """A dictionary of live tensors. ``is_done``: it was copied with its original values, or loaded or saved.
 
-    A shallow copy of the dictionary has the same ``values``. They share the version counters of the ``weights``.
+    A shallow copy of the dictionary has the same ``values``, which share the version counters of the ``weights``.
     """
 
     state: weakref.ref[dict[str, object]]

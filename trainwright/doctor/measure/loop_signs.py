@@ -22,18 +22,18 @@ from trainwright.replay.terms import Term, terms_of
 DISTANCES = frozenset({"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"})
 RECONSTRUCTIONS = DISTANCES | {"binary_cross_entropy", "binary_cross_entropy_with_logits"}
 STEPS_OF_PROGRAM = 8  # The first steps, whose program is read
-MIN_STEPS = 4  # Minimum number of observations. All but the first must show the sign
+MIN_STEPS = 4  # Minimum number of observations. All but the first must show the mistake
 MAX_WEIGHTS = 4  # Maximum number of products with weights of samples that are read in a step
 MIN_SAMPLES = 8  # Minimum number of targets that are compared with variables of the loop
 MIN_WITHOUT_ALIGNMENT = 0.05  # Minimum fraction of the samples of a CTC loss. A few bad transcripts are usual
-MAX_EXPLAINED = 0.7  # Variance of an input that mixed-in noise may explain. A target with some noise explains more
+MAX_EXPLAINED = 0.7  # Maximum fraction of the input's variance that mixed-in noise explains. Noisy targets explain more
 MIN_UNIFORM = 128  # Elements of a target whose distribution is tested
 MAX_UNIFORM = 8192
 MIN_FEATURES = 32  # Minimum number of elements of a sample. With fewer, the mean is not far below the sum
 LEARNED_DEVIATIONS = ("ExpBackward0", "SoftplusBackward0", "SqrtBackward0")
 """Autograd nodes that make a standard deviation."""
 Key = tuple[str, str, str | None]
-"""The kind of a sign, the function, and the line."""
+"""The kind of a mistake, the function, and the line."""
 
 
 def _is_bootstrapped(target: Tensor) -> bool:
@@ -108,7 +108,7 @@ class LoopSigns:
         self._device = torch.device("cpu")  # of the ratios
         self._random_state: Tensor | None = None  # at the end of the last examined step
         self._weights: list[tuple[Tensor, str | None]] = []  # of the samples in this step, with lines
-        self._grouped: dict[int, str | None] = {}  # line that groups this number of samples without a graph
+        self._grouped: dict[int, str | None] = {}  # line of the view that groups this number of samples
         self.forget()
 
     def forget(self) -> None:
@@ -154,8 +154,7 @@ class LoopSigns:
         """Records if a ratio of probabilities, ``exp(new - old)``, is 1 everywhere.
 
         ``exp(new - new.detach())`` is left out: it is 1 by intention, in methods with one update for each rollout.
-        The value of the sign is the number of calls that use the rollout of the previous step, because no random number
-        was drawn since that step.
+        The value is the number of calls that use the rollout of the previous step: no random number was drawn since.
         """
         if isinstance(exponent, Tensor) and result.numel() >= 8 and exponent in self._differences:
             key, self._device = ("ratio_is_one", "exp", caller()), result.device
@@ -214,7 +213,8 @@ class LoopSigns:
     def _note_ends(self, plain: str, target: Tensor) -> None:
         """Records whether a target ``reward + factor * next value`` ignores flags of ended episodes.
 
-        Reward, next value and flags are variables of the function that computes the loss. Synchronizes if it has some.
+        Reward, next value and flags are variables of the function that computes the loss. Synchronizes with the device
+        if the function has three floating-point variables with a number for each sample.
         """
         frame, size = calling_frame(), target.numel()
         values = [] if frame is None or size < MIN_SAMPLES else list(frame.f_locals.values())
@@ -244,7 +244,7 @@ class LoopSigns:
         self._note_reductions(step, terms_of(step))
 
     def _note_groups(self, step: RecordedStep, weights: Tensor, line: str | None) -> None:
-        """Records whether advantages were normalised over consecutive samples, and samples of a prompt are apart.
+        """Records whether advantages were normalized over consecutive samples that belong to different prompts.
 
         Synchronizes with the device, in the first steps with such a product.
         """
@@ -254,7 +254,7 @@ class LoopSigns:
         rows = inputs[0].flatten(1) if inputs[0].dim() > 1 else inputs[0][:, None]
         prompts = _groups(rows)
         if prompts is None and not rows.is_floating_point() and rows.shape[1] > 3:
-            prompts = _groups(rows[:, : rows.shape[1] // 4])  # an answer follows
+            prompts = _groups(rows[:, : rows.shape[1] // 4])  # the answers after the prompt differ
         if prompts is not None:
             size = len(weights) // (int(prompts.max()) + 1)
             sums = torch.zeros(len(weights) // size, dtype=weights.dtype, device=weights.device)
@@ -301,9 +301,10 @@ class LoopSigns:
                     self._values[key] = ratio
 
     def found(self) -> Iterator[LossSign]:
-        """Yields the signs that every observation after the first has shown. Synchronizes with the device.
+        """Yields the mistakes that every observation after the first has shown. Synchronizes with the device.
 
-        One observation is enough for sums of advantages, which are not 0 by chance.
+        For alignments of a CTC loss, the mean counts. One observation of sums of advantages is enough: they are not 0
+        by chance.
         """
         for key, shown in self._shown.items():
             values = torch.stack([each.cpu() for each in shown]).tolist()

@@ -187,13 +187,13 @@ def _softmax_axis(x: Tensor) -> tuple[Node, int, bool] | None:
     return None
 
 
-_Mistake: TypeAlias = tuple[str, str, str | None]
+_Mistake: TypeAlias = tuple[str, str, str | None]  # (kind, function, line)
 _CHOICE_KEY, _AXES_KEY = "trainwright_choice", "trainwright_axes"
-"""Keys in the metadata of autograd nodes: mistakes if a logarithm of the result follows, and those of the scores."""
+"""Metadata keys of autograd nodes: mistakes that a logarithm of the chosen values confirms, and mistakes of scores."""
 
 
 def _notes(node: Node, key: str) -> set[_Mistake | None]:
-    """Returns notes on a node, which end with its graph."""
+    """Returns the set under ``key`` in the metadata of a node. It lives as long as the graph."""
     return cast("dict[str, set[_Mistake | None]]", node.metadata).setdefault(key, set())
 
 
@@ -203,7 +203,7 @@ def _counts_up(index: object, count: int) -> bool:
 
 
 def room_within(loss: ComparedLoss, low: float, high: float) -> float:
-    """Returns the fraction by which the best predictions within ``low`` and ``high`` reduce the loss of equal ones."""
+    """Returns the fraction by which the best scores within ``low`` and ``high`` reduce the loss of equal scores."""
     if loss.name in BINARY:
         best = loss.value((low + (min(high, 30.0) - low) * loss.target).to(loss.x), loss.target)
     else:
@@ -216,14 +216,12 @@ EVERY_STEP_UNTIL = 8  # All steps up to this one are examined
 INTERVALS = ((64, 4), (256, 16))  # (last step, interval) of the examined steps after EVERY_STEP_UNTIL
 LAST_INTERVAL = 64  # Interval of examined steps after all of INTERVALS
 MAX_VALUES = 8  # The values of this many first and this many last examined steps are kept
-MIN_STEPS_WITH_SIGN = (
-    3  # Number of examined steps with a mistake before it is reported, because one step may have it by chance
-)
+MIN_STEPS_WITH_SIGN = 3  # Minimum number of examined steps with a mistake. One step may have it by chance.
 MAX_CALLS = 32  # Maximum number of measured calls per step
-MIN_TARGETS_PER_CLASS = 40  # Mean number of targets of a class from which their frequencies are compared with weights
+MIN_TARGETS_PER_CLASS = 40  # Minimum mean number of targets per class for a comparison of class weights
 MIN_FIT, MIN_GAIN_OF_FIT = 0.95, 0.3
-"""Correlation of log weights with log frequencies of other classes (minimum), and its gain over the same classes."""
-MIN_PAIRS = 4
+"""Minimum absolute correlation of log class weights and log frequencies, and minimum gain by another class order."""
+MIN_PAIRS = 4  # Minimum size N of a matrix of similarities
 MIN_NOISE = 32  # Minimum number of elements of normal noise
 MAX_LOG_PROBABILITY = 1e-3  # Maximum log-probability that is accepted: 0, and a margin for rounding
 BOUNDED_BELOW = CLASSES | BINARY | DISTANCES | {
@@ -272,7 +270,7 @@ class _CallSite:
 
 
 class LossCalls:
-    """Collects the arguments of loss functions, and the gradient of the total loss at their results.
+    """Collects the arguments of loss functions, and the gradient of the total loss with respect to their results.
 
     Args:
         stack: Paths of the running modules, outermost first. Empty in the loop.
@@ -311,12 +309,12 @@ class LossCalls:
         if self.loop_signs is not None:
             self.loop_signs.forget()
         self._with_new_dimension: TensorNotes[None] = TensorNotes()
-        self._lengths: TensorNotes[int] = TensorNotes()  # of the rows that were made one
+        self._lengths: TensorNotes[int] = TensorNotes()  # length T of the (B, T) targets that were flattened
         self._residuals: TensorNotes[tuple[Tensor, Tensor]] = TensorNotes()
         # for results of softmax and sigmoid: (module path, line of the call); no line for nn.Softmax and nn.Sigmoid
         self._probabilities: TensorNotes[tuple[str | None, str | None]] = TensorNotes()
-        self._made_at: TensorNotes[str | None] = TensorNotes()  # lines
-        self._softmaxes: TensorNotes[str | None] = TensorNotes()  # lines
+        self._made_at: TensorNotes[str | None] = TensorNotes()  # lines of the calls in CAUSES
+        self._softmaxes: TensorNotes[str | None] = TensorNotes()  # lines of the calls
         self._count = itertools.count()
         # for results of softmax, exp, ...: a number that identifies the input
         self._input_numbers: TensorNotes[int] = TensorNotes()
@@ -330,7 +328,7 @@ class LossCalls:
         self._terms_without_graph: list[tuple[tuple[str, str, str | None], frozenset[int]]] = []
 
     def end_backward(self) -> None:
-        """Drops all tensors and graphs after a backward pass."""
+        """Records the terms without a gradient after a backward pass, and drops all tensors."""
         self._step_mistakes |= {
             sign for sign, origins in self._terms_without_graph if not origins & self._combined_with_graph
         }
@@ -475,7 +473,7 @@ class LossCalls:
             others = [each for each in pair if each is not x]
             is_choice = len(others) == 1 and others[0].shape == x.shape and not others[0].requires_grad
             is_choice = is_choice and is_simplex(others[0], -1) and not is_simplex(others[0], 0)
-            is_choice = is_choice and bool(((others[0] != 0).sum(0) > 1).any())  # else a mean over samples of a class
+            is_choice = is_choice and bool(((others[0] != 0).sum(0) > 1).any())  # else it averages samples of a class
             is_choice = is_choice and (is_log or name not in ("mul", "rmul"))
         else:
             is_choice = True
@@ -498,7 +496,7 @@ class LossCalls:
     def _note_axis(self, scores: Node, mistake: _Mistake | None) -> None:
         """Records a softmax of ``scores`` over the classes (None), or over another axis.
 
-        Both in one step are the two directions of a contrastive loss.
+        If both occur in one step, they are the two directions of a contrastive loss and no mistake.
         """
         notes = _notes(scores, _AXES_KEY)
         notes.add(mistake)
@@ -774,9 +772,9 @@ def _fraction_inside(left_out: Tensor) -> float:
 
 
 def _rows_without(counts: Tensor) -> float:
-    """Returns the fraction of rows in which no target counts; 0 unless the others have an ignored beginning.
+    """Returns the fraction of rows in which all targets are ignored; 0 unless the other rows end in answers.
 
-    In nine of ten rows with targets these are in a row and begin after two or more ignored ones: they are answers.
+    In nine of ten rows with answers, the targets that count are consecutive and follow at least two ignored ones.
     """
     total = counts.sum(1)
     rows = counts[total > 0].long()
@@ -840,9 +838,9 @@ def _is_inverted(site: _CallSite, sums: Tensor, number: float | Tensor) -> bool:
 
 
 def _classes_of(weight: Tensor, counts: Tensor) -> tuple[int, ...]:
-    """Returns for each class weight the class whose frequency it fits; () if it may be its own.
+    """Returns for each class weight the class whose frequency it fits; () if the weights may be in the right order.
 
-    The weights may be in the order of the class numbers as text, or one class further.
+    Wrong orders that are tested: class numbers sorted as text, and shifts by one class.
     """
     numbers = range(len(counts))
     n = counts.detach().double().cpu()
@@ -887,8 +885,8 @@ def _loss_direction(op: str, extremes: Sequence[float]) -> int:
 def is_variance_deviation(nodes: Collection[Node]) -> bool:
     """Returns True if exp(a) is a variance in one place of the graph, and the standard deviation of noise in another.
 
-    It multiplies normal noise, and is added to or subtracted from another tensor with a graph, as in
-    ``1 + a - mean ** 2 - exp(a)``.
+    As a deviation, it multiplies normal noise. As a variance, it is added to or subtracted from another tensor with a
+    graph, as in ``1 + a - mean ** 2 - exp(a)``.
     """
     consumers: dict[Node, list[Node]] = {}
     exponents: dict[tuple[Node | None, int], list[Node]] = {}
@@ -923,7 +921,7 @@ class LossListener(Probe):
 
     name = LossFacts.experiment
     hears_every_step = True
-    """The probe sets or removes the listener of the tape for the next step."""
+    """``on_closed`` sets or removes the listener of the tape for the next step."""
 
     def __init__(self, tape: Tape, subject: LiveObjects) -> None:
         self._tape, self._subject = tape, subject

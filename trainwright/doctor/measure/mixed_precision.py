@@ -34,7 +34,7 @@ SAMPLED_ELEMENTS = 256
 EVERY_UPDATE_UNTIL = 64  # All updates until this one are sampled, then every INTERVAL_UPDATES-th
 INTERVAL_UPDATES = 16
 MAX_SAMPLES = 64
-MAX_MOVED_FRACTION = 0.05  # Maximum fraction of the weights of a tensor that move if the others are stuck
+MAX_MOVED_FRACTION = 0.05  # A tensor is stuck if at most this fraction of its weights with a gradient has changed
 MAX_WINDOWS = 3  # Number of steps with several micro-batches whose gradient sums are compared
 MAX_STEPS_OF_SUMS = 16  # Last step whose gradient sums are compared
 REPORTED_AT = (2, 6)  # The steps after which the first findings are reported
@@ -61,10 +61,10 @@ class MixedPrecision(Probe):
         self.hears_every_step = bool(self._halves)  # begin and end of one update belong together
         self._is_fp16 = any(p.dtype == torch.float16 for p in self._halves)
         self._steps = 0
-        # a weight, samples of its values, and samples of its gradient
-        self._before: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._before: list[tuple[Tensor, Tensor, Tensor]] = []  # a weight, samples of its values and its gradient
         self._names = {id(p): name for name, p in named_parameters(watched.subject.roots)}
-        self._first: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # a weight, its first values; True: with a gradient
+        # a weight, samples of its first values, and whether each of them has had a gradient
+        self._first: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         self._rng = torch.empty(0)
         # (learning rate, fraction of unchanged weights)
         self._still: deque[tuple[float, Tensor]] = deque(maxlen=MAX_SAMPLES)
@@ -205,7 +205,7 @@ def _sampled(tensor: Tensor) -> Tensor:
 
 
 def _is_stuck(weight: Tensor, first: Tensor, has_gradient: Tensor) -> bool:
-    """Returns True if hardly any weight that had a gradient has another value than at first."""
+    """Returns True if hardly any weight that had a gradient differs from its first value."""
     moved = (first != _sampled(weight)) & has_gradient
     return bool(has_gradient.any() & (moved.sum() <= MAX_MOVED_FRACTION * has_gradient.sum()))
 
@@ -242,7 +242,7 @@ def _cast(sentinel: Tensor) -> Tensor:
 CASTS = frozenset({"half", "bfloat16", "to", "type", "type_as"})
 MAX_MICRO_BATCHES = 4  # Maximum number of micro-batches of a step that are compared
 EXACT_POSITIONS = 256  # bfloat16 represents all integers up to this one
-MIN_HALF_POSITIONS = 8  # Minimum number of positions in order whose angles have a 16-bit dtype
+MIN_HALF_POSITIONS = 8  # Tables of 16-bit angles with more positions than this are examined
 MAX_ANGLES = 2**24
 Grads = Mapping[str, Tensor | None]
 
@@ -286,7 +286,7 @@ def has_half_parameters(session: ReplaySession) -> bool:
 
 
 def _aliased(angles: object, module: str) -> Aliased | None:
-    """Returns facts if a tenth of the positions far from 0 have the same angles as their neighbour; else None."""
+    """Returns facts if at least a tenth of the positions far from 0 have their neighbour's angles; else None."""
     if not isinstance(angles, Tensor) or not angles.is_floating_point() or angles.requires_grad:
         return None
     fewest = MIN_HALF_POSITIONS if angles.dtype in HALF_DTYPES else EXACT_POSITIONS
@@ -304,7 +304,7 @@ def _aliased(angles: object, module: str) -> Aliased | None:
 
 
 def _aliased_tables(module: nn.Module, path: str) -> Aliased | None:
-    """Returns the same for tables of cosines and sines that a module holds, a row for each position."""
+    """Returns the facts of ``_aliased`` for tables of cosines and sines that a module holds, one row per position."""
     held = [t for t in (*module._buffers.values(), *vars(module).values()) if isinstance(t, Tensor) and t.dim() == 2]
     for cosines, sines in pairwise(held):
         if cosines.shape == sines.shape and len(sines) > EXACT_POSITIONS and sines.dtype in HALF_DTYPES:

@@ -30,7 +30,7 @@ MAX_EVALUATIONS = 16  # Maximum number of steps with an evaluation that are kept
 
 
 class Modes(Probe):
-    """``urgent``: a module has left train mode, or the model was evaluated in train mode."""
+    """Observes modes. ``urgent``: a module has left train mode, or the model was evaluated in train mode."""
 
     name = ModesFacts.experiment
     hears_every_step = True
@@ -152,7 +152,7 @@ def drop_rate(name: str, args: Args, kwargs: Kwargs) -> float:
         return 0.0
     rates = argument(args, kwargs, 1, "p", 0.5 if name == "bernoulli_" else argument(args, kwargs, 0, "input", 0.5))
     is_mask = not isinstance(rates, Tensor) or bool((rates == rates.flatten()[:1]).all())
-    return 0.5 if is_mask else 0.0  # other rates are computed: the function samples a code
+    return 0.5 if is_mask else 0.0  # unequal rates are computed: the function samples a latent variable
 
 
 @replay(DropsFacts, when="first", steps=0.5, value=2.0)

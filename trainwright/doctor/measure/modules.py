@@ -52,7 +52,7 @@ class ModuleProbe(Probe):
     """Keeps hooks on all modules during the training passes of examined steps.
 
     A compiled model is not hooked, because it would be compiled again. A sharded model is not hooked, because each rank
-    has only a part. ``is_hooked``: the current or last pass is examined.
+    has only a part. ``is_hooked``: the current pass, or else the last one, is examined.
     """
 
     def __init__(self, watched: WatchedObjects) -> None:
@@ -147,7 +147,11 @@ def rows_of(tensor: Tensor, most: int = 8) -> Tensor:
 
 @dataclass
 class _Table:
-    """Measurements of an embedding. ``ids``: those of the examined step; ``computed``: rows that had a gradient."""
+    """Rows of an embedding. ``ids``: those used in the examined step, and after ``on_step`` those with gradient 0.
+
+    ``zeroed`` counts the steps with gradient 0; in these, ``decayed`` rows changed. Rows with another gradient are
+    ``computed`` (after a backward pass) or ``alive`` (at an update).
+    """
 
     module: nn.Embedding | nn.EmbeddingBag
     counts: list[Tensor] = field(default_factory=list)  # number of ids, of padding, and of padding between other tokens
@@ -166,9 +170,9 @@ class Modules(ModuleProbe):
 
     def __init__(self, watched: WatchedObjects) -> None:
         super().__init__(watched)
-        self._varies: dict[str, tuple[Tensor, Tensor]] = {}  # inputs and outputs in this pass
-        self._given: dict[str, Tensor] = {}
-        self._wipes: dict[str, list[Tensor]] = {}  # for each module: its outputs are constant and its inputs are not
+        self._varies: dict[str, tuple[Tensor, Tensor]] = {}  # whether inputs and outputs vary in this pass, by module
+        self._given: dict[str, Tensor] = {}  # whether the inputs vary in this pass
+        self._wipes: dict[str, list[Tensor]] = {}  # whether outputs are constant and inputs are not, for each pass
         self._inputs: list[Tensor] = []  # inputs of the model in this pass
         self._single = ""
         self._first: Tensor | None = None  # rows of the first input of the first pass
@@ -176,7 +180,7 @@ class Modules(ModuleProbe):
         self._spread: Tensor | None = None
         self._spreads: list[tuple[int, Tensor]] = []
         self._noisy: Counter[str] = Counter()
-        self._learning: set[str] = set()
+        self._learning: set[str] = set()  # dropouts that were called with gradients
         self._drifting: Counter[str] = Counter()
         self._first_values: dict[str, Tensor] = {}
         self._lists = {p: m for p, m in self.modules.items() if isinstance(m, nn.ModuleList | nn.Sequential)}
@@ -445,5 +449,5 @@ def _table_facts(path: str, table: _Table) -> TokenTable:
 
 
 def _first_values(module: nn.Module) -> Tensor:
-    """Returns some values of its first weight. A loop may assign to ``data``, so the version counter may not change."""
+    """Returns some values of the first weight. Its version counter does not count assignments to ``data``."""
     return sampled(next(module.parameters()), 64)

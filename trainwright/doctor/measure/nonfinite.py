@@ -118,7 +118,7 @@ class NonfiniteListener(Probe):
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Returns True if all values of this process's part are finite."""
+    """Returns True if all values are finite; of a DTensor, those of this process."""
     values = tensor.detach()
     values = values.coalesce().values() if values.is_sparse else own_part(values)
     return bool(values.isfinite().all())

@@ -72,12 +72,10 @@ def is_continuous(tensors: Sequence[Tensor]) -> bool:
 
 
 MIN_WINDOW = 12  # Values of the shortest window
-MIN_VALUES, MIN_FRACTIONAL = (
-    8,
-    6,
-)  # Values of a part of a window; of these, fractional and different from their neighbour
+MIN_VALUES, MIN_FRACTIONAL = 8, 6
+"""Minimum values in a part of a window, and minimum number of these that are fractional and unlike their neighbour."""
 MAX_PARTS_PER_CALL = 128
-PARTS_EVERY = 4  # Steps
+PARTS_EVERY = 4  # Interval in steps
 
 
 @torch.no_grad()
@@ -111,7 +109,7 @@ MAX_ROWS = 1 << 16
 MAX_BATCHES = 4096
 MAX_ROWS_PER_BATCH = 256  # Larger batches are sampled: rows whose digest is a multiple of a fixed number are read
 MIN_URGENT_ROWS, MAX_NEW = 4, 0.05
-"""Evaluated training rows that are reported at once, and the fraction of new rows in the last steps until then."""
+"""Minimum number of evaluated training rows for an immediate report, and maximum fraction of new rows for it."""
 MAX_CALLS_PER_EVALUATION = 64
 MAX_EVALUATIONS_PER_SITE = 8
 MAX_READS_WITHOUT_TARGETS = 4
@@ -264,7 +262,7 @@ class InputRows(Probe):
             if each.step != self._step:
                 self._end_step(each.step)
             self._of_step.setdefault(each.part[0], []).append((each.part[1], key))
-            # random walks, for example, may all start from one row
+            # a batch of equal rows may recur by chance: random walks, for example, may all start from one row
             self._varies |= len(set(rows)) > 1 or len(rows) == 1
             if each.parts is not None and len(self._places) < MAX_ROWS:
                 self._places |= self._parts_of(each.parts)
@@ -327,7 +325,7 @@ class InputRows(Probe):
             self._before_group = self._group[0]
 
     def _end_passes(self) -> None:
-        """Ends the passes since the last step. They are an evaluation if their outputs were compared with targets."""
+        """Ends the passes since the last step. Passes whose outputs were compared with targets are an evaluation."""
         if not self._passes:
             return
         passes, self._passes = [each for each in self._passes if each[0] in self._sites], []
@@ -350,7 +348,7 @@ class InputRows(Probe):
         self._is_overlap_told |= is_overlap
 
     def _parts_of(self, parts: Tensor) -> dict[int, int]:
-        """Returns a sample of the parts of windows: the place in the window, by digest."""
+        """Returns the place in the window of some parts, by their digest."""
         flat = parts.flatten().cpu()
         self._one_part_of = self._one_part_of or max(1, len(flat) // MAX_PARTS_PER_CALL)
         chosen = ((flat != 0) & (flat % self._one_part_of == 0)).nonzero().flatten()

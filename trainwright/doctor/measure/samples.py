@@ -49,13 +49,13 @@ class StoredSamples(Probe):
         self._lines: weakref.WeakKeyDictionary[object, tuple[int, str | None]] = weakref.WeakKeyDictionary()
         self._known: dict[Key, Tensor] = {}
         self._pairs: list[tuple[Tensor, Tensor]] = []  # values of a changed sample before and now
-        self._factors: list[float] = []  # of samples that became a multiple of themselves, up to a constant
+        self._factors: list[float] = []  # ``a`` of each changed sample that is ``a * before + b``
         self._points: dict[Key, Tensor] = {}
         self._is_right: Tensor | None = None  # for each pair of points
         self._pictures: dict[Key, tuple[Tensor, Tensor]] = {}
         self._shape: torch.Size | None = None  # of the pictures in the batches of this step
         self._num_rows = 0
-        self._is_target: bool | None = None
+        self._is_target: bool | None = None  # the second picture is the target of the loss; None: not known yet
 
     def on_epoch(self, loader: Loader, iterator: object) -> None:
         self._lines[iterator] = id(getattr(loader, "dataset", None)), caller()

@@ -29,6 +29,7 @@ class _Scheduler:
     def __init__(self, scheduler: object, optimizer: Optimizer, since: int) -> None:
         self.scheduler, self.optimizer = scheduler, optimizer
         self.found = SchedulerFacts(since=since)
+        # ``since_call`` counts updates, the others count calls
         self.in_window = self.in_a_row = self.longest = self.since_call = 0
         self._is_first = True
 
@@ -50,7 +51,7 @@ class _Scheduler:
 
 
 class Schedules(Probe):
-    """Observes all schedulers, also those not passed in. ``urgent``: a rate fell, or a cosine began to climb."""
+    """Observes schedulers, passed to the watch or not. ``urgent``: the learning rate fell, or rose after a cosine."""
 
     name = LearningRateFacts.experiment
     hears_every_step = True
@@ -148,7 +149,7 @@ class Schedules(Probe):
         return found
 
     def _is_seen(self, each: _Scheduler) -> bool:
-        """Returns True if the optimizer of a scheduler is watched, or never steps."""
+        """Completes the facts of a scheduler. Returns True if its optimizer is watched, or has never stepped."""
         trained, found = {id(p) for root in self._roots for p in root.parameters()}, each.found
         found.parts = tuple(map(_part, _parts(each.scheduler)))
         found.shares = any(id(p) in trained for p in owned_by(each.optimizer))

@@ -21,7 +21,7 @@ from trainwright.recorder.program import RecordedStep
 
 _OF_CONTAINERS = {*dir(set), *dir(list), *dir(dict), *dir(str), *dir(bytearray)}
 _AMBIGUOUS = {"log", "put", "scatter", "rename", "apply", "resize", "set", "sub", "map", "bernoulli", "detach"}
-"""Methods of tensors that methods of other objects with an effect are named after."""
+"""Names of tensor methods that are also methods with an effect of other objects."""
 PURE = {n for n in dir(Tensor) if f"{n}_" in dir(Tensor) and not n.startswith("_")} - _OF_CONTAINERS - _AMBIGUOUS
 """Methods of tensors that return a new tensor: another method, with an underscore, changes the tensor itself."""
 _WITHOUT_EFFECT = PURE | {"flip", "fliplr", "flipud", "rot90", "roll", "pad", "concatenate", "stack", "where", "copy"}
@@ -31,7 +31,7 @@ _WITHOUT_EFFECT |= {"randrange", "item", "len", "int", "float", "range", "abs", 
 """Functions that change none of their arguments."""
 _NOT_CALLED = {"eval", "train", "step", "zero_grad", "backward"}  # methods of torch that a loop calls for their effect
 MAX_FUNCTIONS = 256
-STEPS_TRACED = 6
+STEPS_TRACED = 6  # The step after which tracing ends. It begins after the first step.
 Names: TypeAlias = Mapping[str, Any]
 
 
@@ -43,7 +43,7 @@ class Statements(Probe):
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._watched = watched
-        self._found: dict[IdleStatement, CodeType | None] = {}  # with the function if it stands in a condition
+        self._found: dict[IdleStatement, CodeType | None] = {}  # the code of its function if it is in a condition
         self._was_run: set[tuple[CodeType, int]] = set()
         self._tracer, self._steps = self._trace, 0
 

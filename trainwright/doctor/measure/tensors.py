@@ -38,15 +38,15 @@ def nodes_behind(roots: Iterable[Node], stops: tuple[str, ...] = ()) -> set[Node
 
 
 def leaves_among(nodes: Iterable[Node]) -> set[Tensor]:
-    """Returns the leaf tensors of those nodes that accumulate gradients."""
+    """Returns the leaf tensors of the AccumulateGrad nodes among ``nodes``."""
     return {leaf for each in nodes if (leaf := getattr(each, "variable", None)) is not None}
 
 
 def padding_of(x: Tensor) -> tuple[int, Tensor] | None:
     """Returns the value that pads rows (B, T, ...) at one end, and the positions (B, T) that it fills; else None.
 
-    Padding fills two positions or more in two rows, to several lengths. Token ids are padded with the id that most rows
-    end or begin in, vectors with zeros.
+    At least two rows have two or more padded positions, and the padded lengths differ. Token ids are padded with the
+    id that most rows end or begin with, vectors with zeros.
     """
     is_vector = x.is_floating_point()
     if x.dtype == torch.bool or x.is_complex() or x.dim() < 2 or is_vector != (x.dim() > 2) or x.shape[1] < MIN_LENGTH:
@@ -62,7 +62,7 @@ def padding_of(x: Tensor) -> tuple[int, Tensor] | None:
 
 
 def is_reordered(old: Sequence[int], new: Sequence[int]) -> bool:
-    """Returns True if the last axes have the same sizes in another order: a view mixes up their values.
+    """Returns True if the last axes have the same sizes in another order, so that a view mixes up their values.
 
     Sizes that differ by 1 are left out: relative attention shifts by viewing (T, T + 1) as (T + 1, T).
     """
@@ -82,7 +82,7 @@ VIEW_NODES = (
 
 
 def made_by(tensor: Tensor, *names: str) -> Node | None:
-    """Returns the autograd node that computed a tensor, apart from views and copies, if its name begins so."""
+    """Returns the node that computed a tensor, without views and copies, if its name begins with one of ``names``."""
     node = tensor.grad_fn
     for _ in range(8):
         if node is None or type(node).__name__.startswith(names):

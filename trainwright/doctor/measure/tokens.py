@@ -1,4 +1,4 @@
-"""Examines targets: their range, the input token that they equal, and text ends among them."""
+"""Examines targets: their range, the offset of the input token that they equal, and end-of-text ids among them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Placed:
 
 
 def place(loss: Classified, ids: Tensor, outputs: list[Tensor]) -> Placed | None:
-    """Returns the position of each prediction; None if it cannot be found.
+    """Returns the position of each prediction; None if the positions cannot be found.
 
     Positions are found by the number of predictions, or by comparing the outputs of the models with the scores, or with
     the hidden states that the scores are computed from.
@@ -86,7 +86,7 @@ def place(loss: Classified, ids: Tensor, outputs: list[Tensor]) -> Placed | None
 
 
 def _find_rows(known: Tensor, rows: Tensor) -> Tensor | None:
-    """Returns the index in ``known`` of each row of ``rows``; None unless all are found. A mask selected the rows."""
+    """Returns the index in ``known`` of each of ``rows``, which a mask has selected; None unless all are found."""
     mix = torch.cos(torch.arange(known.shape[1], device=known.device, dtype=torch.float64))
     marks, wanted = (known.double() * mix).sum(1), (rows.double() * mix).sum(1)
     order = marks.argsort()
@@ -109,7 +109,7 @@ def _losses_in_eval(session: ReplaySession, inputs: InputHandler | None = None) 
 
 
 def examine_tokens(session: ReplaySession) -> TokensFacts:
-    """Finds, for each token input and cross-entropy, the input token that is the target, and leaks of the target."""
+    """Finds, for each token input and cross-entropy, the offset from input to target, and leaks of the target."""
     inspector = Losses(session)
     with session.live():
         outputs = tensors_of(inspector.run("forward").outputs)
@@ -140,7 +140,7 @@ def examine_tokens(session: ReplaySession) -> TokensFacts:
 
 
 def _sees(session: ReplaySession, placed: Placed, which: int) -> tuple[float | None, float | None, int]:
-    """Changes the tokens from a position on. Returns the changes of predictions before and at it, and the position."""
+    """Changes the tokens from ``start`` on. Returns ``sees``, ``given`` and ``start`` of TokenLoss."""
     ids, length = placed.ids, placed.ids.shape[1]
     column = placed.at % length
     counts = placed.loss.target >= 0
@@ -230,7 +230,7 @@ def _ends(session: ReplaySession, placed: Placed) -> TextEnds | None:
 
 
 def _ends_of_text(session: ReplaySession) -> set[int]:
-    """Returns the ids that end a text, as the configurations of the models name them."""
+    """Returns the end-of-text ids in the configurations of the models."""
     configs = (getattr(root, "config", None) for root in session.replayer.subject.roots)
     named = [getattr(config, "eos_token_id", None) for config in configs]
     return {n for each in named for n in (each if isinstance(each, list) else [each]) if isinstance(n, int)}
@@ -290,7 +290,7 @@ class Targets(Probe):
 
 
 def _ends_named_by(watched: WatchedObjects) -> tuple[int, ...]:
-    """Returns the ids that end a text in objects such as a tokenizer: variables of the loop, or parts of loaders."""
+    """Returns the end-of-text ids of objects such as a tokenizer, among variables of the loop and parts of loaders."""
     held = [part for each in watched.loaders for part in (getattr(each, "collate_fn", 0), getattr(each, "dataset", 0))]
     owners = [*watched.values(), *held]
     inner = [value for each in owners for value in (getattr(each, "__dict__", None) or {}).values()]

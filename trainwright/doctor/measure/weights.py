@@ -100,7 +100,7 @@ class MovingWeights(Probe):
         return found
 
     def _record_gradients(self) -> set[int]:
-        """Returns the tensors whose gradient is all zeros. A tensor that never had another gradient only decays."""
+        """Returns the tensors whose gradient is all zeros. Records the tensors with another gradient."""
         known = [n for n, p in enumerate(self._parameters) if p.grad is not None]
         grads = [own_part(grad.detach()) for n in known if (grad := self._parameters[n].grad) is not None]
         dense = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
@@ -123,7 +123,7 @@ class MovingWeights(Probe):
 
 
 def was_trained(parameter: Tensor) -> bool:
-    """Returns True if it was written to more often than initialization explains."""
+    """Returns True if the parameter was written to more often than initialization explains."""
     return not parameter.is_inference() and parameter._version > MAX_WRITES_OF_INITIALIZATION
 
 

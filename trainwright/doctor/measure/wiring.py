@@ -28,9 +28,9 @@ from trainwright.replay.trace import replayed_line
 
 
 class Consumers:
-    """Collects, for each cut of the graph, the weights that are applied to values computed from it.
+    """Collects, for each cut of the graph, the weights that are applied to values computed from the cut tensor.
 
-    A value that no trained weight uses is not on the path to the loss: the output of a teacher, a target, a factor.
+    A value that no trained weight is applied to is not on the path to the loss: a teacher's output, a target, a factor.
     ``names`` are the names of the parameters, by their ids.
     """
 
@@ -47,7 +47,10 @@ class Consumers:
         self._left += [(tensor.detach(), cuts)] if cuts else []
 
     def _returned(self, made: Tensor, is_copied: bool) -> set[int]:
-        """Returns the cuts of a tensor whose values left torch and are in ``made``, which was not computed in torch."""
+        """Returns the cuts of a tensor that left torch if ``made``, which was not computed in torch, has its values.
+
+        ``is_copied``: an equal number of rows is enough.
+        """
         if made.requires_grad or not made.is_floating_point() or id(made) in self._made_of or made.numel() < 2:
             return set()
         for left, cuts in reversed(self._left):
@@ -363,8 +366,8 @@ class _Outputs(StepInspector):
 def symmetry(session: ReplaySession) -> SymmetryFacts:
     """Finds units with equal weights and equal gradients for any loss. They always stay equal.
 
-    The gradient is that of a randomly weighted sum of the outputs, not of the loss: the gradient of a cross-entropy
-    sums to zero behind equal columns.
+    The gradient is that of a randomly weighted sum of the outputs. The gradient of a cross-entropy is no test, because
+    it sums to zero behind equal columns.
     """
     alike: dict[str, float] = {}
     with session.live():

@@ -92,11 +92,11 @@ class Comparison:
             self._set(summed_since=step)
         if all(row.shrunk for row in rows):
             self._shrunk.append(step)
-        if len(rows) == facts.size:  # a subset of the ranks does not show how the data are shared
+        if len(rows) == facts.size:  # a subset of the ranks does not show how the data are divided
             self._record_coincidence(
                 "samples", {r.rank: frozenset(r.samples) if r.batch is None else r.batch for r in rows}
             )
-            # ranks that read the same samples divide them, and may use the same random numbers
+            # ranks with the same samples compute parts of each sample, and may use the same random numbers
             if not all(row.samples and row.samples == rows[0].samples for row in rows):
                 self._record_coincidence("random numbers", {row.rank: row.rng if row.draws else None for row in rows})
         everywhere = set.intersection(*(set(row.without_gradient) for row in rows))
@@ -267,6 +267,6 @@ def _is_one_bit(sums: Sequence[object]) -> bool:
 
 
 def is_power_of_two(difference: int) -> bool:
-    """Returns True for a power of two of either sign: flipping one bit changes a sum of integers by one."""
+    """Returns True for a power of two of either sign. A flipped bit changes a sum of integers by such a number."""
     size = abs(difference)
     return size > 0 and size & (size - 1) == 0

@@ -27,7 +27,7 @@ from trainwright.recorder.numbers import late, lateness
 
 
 class EngineRows:
-    """Makes the rows of this rank. It is a StepWitness.
+    """Makes the reports (RankStep) of this rank. A StepWitness: the engine calls it during a step.
 
     ``has_own_samples``: no other rank trains on its samples. ``peers`` replays steps of other ranks.
     """

@@ -44,7 +44,7 @@ TICK_S = 0.05  # Interval at which the thread reads the board
 TICK_RANK_S = 0.002  # Added to TICK_S for each rank
 CLOSE_TIMEOUT_S = 3.0  # Time that a finished rank waits for reports of the others
 FAILED_TIMEOUT_S = 1.0  # The same for a failed rank. The others may have failed, too
-RECORDS_PATIENCE = 1.2  # Time for the reports of all ranks on a stall / patience_s; patience_s is 0.8 of the timeout
+RECORDS_PATIENCE = 1.2  # Time to wait for the reports of all ranks on a stall, as a multiple of patience_s
 ENDED_TIMEOUT_S = 5.0  # A rank without progress for this time is stalled if another rank has ended
 
 
@@ -233,7 +233,7 @@ class Exchange:
         self._board.post(f"{self._key}/status/{self.rank}", as_text(self._now()))
 
     def _now(self) -> RankStatus:
-        """Returns the current status. Its time without progress changes as long as this thread is alive."""
+        """Returns the current status. A rank whose ``still_s`` no longer changes has lost this thread."""
         step, phase = self._place
         status = replace(self._status, step=step, phase=phase, stalled=self._is_stalled, where=self._where)
         status = replace(status, recorded=self._recorded, nccl=self._nccl)

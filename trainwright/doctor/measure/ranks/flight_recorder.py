@@ -37,7 +37,7 @@ def recorded() -> tuple[CollectiveFacts, ...]:
 
 
 def read_entries(entries: list[dict[str, Any]], ranks: Mapping[str, list[int]]) -> tuple[CollectiveFacts, ...]:
-    """Returns what ``recorded`` returns; ``ranks`` are those of each group by its name."""
+    """Returns the result of ``recorded`` for the entries of the dumps. ``ranks``: members of each group, by name."""
     done: dict[tuple[str, bool], tuple[int, CollectiveFacts]] = {}
     pending: dict[tuple[str, bool], list[tuple[int, CollectiveFacts]]] = {}
     for place, entry in enumerate(sorted(entries, key=lambda entry: entry["time_created_ns"])):
@@ -52,7 +52,7 @@ def read_entries(entries: list[dict[str, Any]], ranks: Mapping[str, list[int]]) 
         one = CollectiveFacts(group=group, number=number, what=what, is_done=is_done)
         key = group, number > 0
         if is_done:
-            done[key], pending[key] = (place, one), []  # gloo sometimes does not note that one has completed
+            done[key], pending[key] = (place, one), []  # gloo sometimes does not mark a collective as completed
         else:
             pending.setdefault(key, []).append((place, one))
     ends = [each for waits in pending.values() for each in (*waits[:1], *waits[-1:])]

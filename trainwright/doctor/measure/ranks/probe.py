@@ -49,7 +49,7 @@ _WATCHES = itertools.count()
 
 @dataclass(slots=True)
 class StepSoFar:
-    """Observations of the current step. ``joint_s`` is time spent waiting for other ranks."""
+    """Observations of the current step. ``joint_s``: time in calls that wait for other ranks. See RankStep."""
 
     calls: int = 0
     micro_batches: int = 0
@@ -212,7 +212,7 @@ class RanksProbe(Probe):
 
     def on_step(self, optimizer: Optimizer, args: Args) -> None:
         if optimizer not in self._optimizers:
-            return  # a nested call that updates a part (ZeRO)
+            return  # a nested call that updates a part of the parameters (ZeRO)
         self._at("update")
         weights = self._replica.before_update(is_due=self._is_due)
         if not self._is_due:
@@ -321,7 +321,7 @@ DIVISIONS = frozenset({"div", "__truediv__", "true_divide", "div_"})
 
 
 class SumWatch:
-    """Tracks gradients through an ``all_reduce`` of the loop: undivided if they are summed and used unchanged."""
+    """Tracks gradients through an ``all_reduce`` of the loop, to find sums that are used without a division."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = list(parameters)
