@@ -50,7 +50,7 @@ class EngineRows:
         self._seconds: deque[tuple[float, float]] = deque(maxlen=INTERVAL_STEPS)
         self._last_s, self._exchanged_s = time.perf_counter(), exchanged_s()
         self._late = lateness(replica.parameters[0].device)
-        self._unread: deque[Callable[[], None]] = deque()
+        self._pending: deque[Callable[[], None]] = deque()
         exchange.post(replica.first_row(exchange.rank))
 
     # calls of the engine during a step
@@ -98,7 +98,7 @@ class EngineRows:
             sums = RowSums(weights, gradients, no_checksums, buffers, moments)
             sums.replayed = self._peers.step_ends() if self._peers is not None else ()
         read, ids = late([result.loss, result.grad_norm, *self._losses]), self._ids()
-        self._unread.append(lambda: self._report(result.step, row, sums, read(), ids))
+        self._pending.append(lambda: self._report(result.step, row, sums, read(), ids))
         self._read_all_but(self._late)
         self._last_s, self._exchanged_s = time.perf_counter(), exchanged_s()
 
@@ -107,8 +107,8 @@ class EngineRows:
         self._read_all_but(0)
 
     def _read_all_but(self, count: int) -> None:
-        while len(self._unread) > count:
-            self._unread.popleft()()
+        while len(self._pending) > count:
+            self._pending.popleft()()
 
     def _ids(self) -> tuple[int, ...]:
         """Returns the first sample ids of this rank, enough to detect equal samples on other ranks."""

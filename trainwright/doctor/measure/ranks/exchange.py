@@ -250,8 +250,8 @@ class Exchange:
         if is_stalled != self._is_stalled:
             self._where = self._site.leave_stack(self.rank, self._thread_id) if is_stalled else ""
             self._recorded = recorded() if is_stalled else ()
-            asks_nccl = is_stalled and self.rank == 0 and uses_nccl()  # one process can report on all processes
-            self._nccl = ras_problems(ras_report()) if asks_nccl else ()
+            reads_ras = is_stalled and self.rank == 0 and uses_nccl()  # one process can report on all processes
+            self._nccl = ras_problems(ras_report()) if reads_ras else ()
             self._is_stalled, self._urgent = is_stalled, True
 
     def _compare(self, gathering: Gathering) -> None:
@@ -285,7 +285,7 @@ class Gathering:
         self._comparison = Comparison(board.size, names)
         self._present = [board.rank]
         self._waiting: deque[int] = deque(maxlen=MAX_PENDING_ROWS)
-        self._heard: dict[int, tuple[str, float]] = {}
+        self._last_messages: dict[int, tuple[str, float]] = {}
         self._statuses: list[RankStatus] = []
         self._begin_s = time.monotonic()
 
@@ -295,7 +295,7 @@ class Gathering:
 
     def facts(self, own: RankStatus, *, is_last: bool) -> RanksFacts:
         """Returns the facts so far. ``is_last``: this rank has ended, so ranks that have not joined are not awaited."""
-        self._welcome()
+        self._add_joined()
         while self._waiting and (rows := self._rows_of(self._waiting[0], is_last)) is not None:
             self._waiting.popleft()
             if len(rows) > 1:
@@ -313,7 +313,7 @@ class Gathering:
             return True
         return not running and not self._waiting
 
-    def _welcome(self) -> None:
+    def _add_joined(self) -> None:
         absent = [rank for rank in range(self._board.size) if rank not in self._present]
         self._present += [rank for rank in absent if self._board.read(f"{self._key}/joined/{rank}") is not None]
         self._present.sort()
@@ -334,11 +334,11 @@ class Gathering:
         texts = self._board.read(*(f"{self._key}/status/{rank}" for rank in others)) if others else []
         now_s = time.monotonic()
         for rank, text in zip(others, texts or []):
-            if self._heard.get(rank, ("", 0.0))[0] != text:
-                self._heard[rank] = (text, now_s)
+            if self._last_messages.get(rank, ("", 0.0))[0] != text:
+                self._last_messages[rank] = (text, now_s)
         statuses = [own]
-        for text, heard_s in (self._heard[rank] for rank in others if rank in self._heard):
-            silent_s = round(now_s - heard_s, 1)
+        for text, received_s in (self._last_messages[rank] for rank in others if rank in self._last_messages):
+            silent_s = round(now_s - received_s, 1)
             status = construct(RankStatus, json.loads(text))
             statuses.append(replace(status, silent_s=silent_s if silent_s > SILENT_TIMEOUT_S else 0.0))
         return sorted(statuses, key=lambda each: each.rank)

@@ -49,11 +49,11 @@ _WATCHES = itertools.count()
 
 @dataclass(slots=True)
 class StepSoFar:
-    """Observations of the current step. ``joint_s``: time in calls that wait for other ranks. See RankStep."""
+    """Observations of the current step. ``waiting_s``: time in calls that wait for other ranks. See RankStep."""
 
     calls: int = 0
     micro_batches: int = 0
-    joint_s: float = 0.0
+    waiting_s: float = 0.0
     backward_at_s: float = 0.0
     collectives: int = 0  # collectives before the forward call
     divides: bool = False
@@ -158,7 +158,7 @@ class RanksProbe(Probe):
             exchange.synced_calls += is_synced
 
     def on_waited(self, seconds: float) -> None:
-        self._step.joint_s += seconds
+        self._step.waiting_s += seconds
         if self._is_due and self._step.calls <= 1 and torch.is_grad_enabled():
             self._step.sums.buffers = self._replica.buffers(without_statistics=True)  # DDP has just synchronized them
 
@@ -177,7 +177,7 @@ class RanksProbe(Probe):
         self._step.backward_at_s = time.perf_counter()
 
     def on_gradients(self) -> None:
-        self._step.joint_s += time.perf_counter() - self._step.backward_at_s
+        self._step.waiting_s += time.perf_counter() - self._step.backward_at_s
         self._at("between")
         if self._is_due:
             self._sums.made()
@@ -191,7 +191,7 @@ class RanksProbe(Probe):
 
     def on_reduced(self, tensor: Tensor, seconds: float) -> None:
         self._at("between")
-        self._step.joint_s += seconds
+        self._step.waiting_s += seconds
         if self._is_due:
             self._sums.after(tensor)
 
@@ -236,7 +236,7 @@ class RanksProbe(Probe):
         self._steps = step.step
         self._at("between")
         whole_s = float(step.values.get("step_s", 0.0))
-        self._seconds.append((max(0.0, whole_s - so_far.joint_s), whole_s))
+        self._seconds.append((max(0.0, whole_s - so_far.waiting_s), whole_s))
         if self._exchange is None:
             return
         self._replica.after_update(step.step, whole_s)
