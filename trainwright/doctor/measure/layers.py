@@ -119,18 +119,18 @@ STRONG_DROPOUT = 0.7  # Dropout rates from this value on are suspicious
 class _Functions(PausableMode):
     """Calls ``listener`` with every measured torch function of an examined training pass.
 
-    ``hears_all``: calls it with all functions, because the model has drawn uniform noise.
+    ``observes_all``: calls it with all functions, because the model has drawn uniform noise.
     """
 
     def __init__(self, listener: Callable[[str, Args, Kwargs, object], None]) -> None:
         super().__init__()
-        self._listener, self.hears_all = listener, False
+        self._listener, self.observes_all = listener, False
 
     def __torch_function__(
         self, function: TorchFunction, types: Iterable[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
         result = function(*args, **(kwargs or {}))
-        if not self.running or ((name := function_name(function)) not in _MEASURED and not self.hears_all):
+        if not self.running or ((name := function_name(function)) not in _MEASURED and not self.observes_all):
             return result
         if not inside.listeners and not torch.compiler.is_compiling():
             self.running = False  # operations of the listener are not the model's
@@ -181,7 +181,7 @@ class LayerMeasurement(ModuleProbe):
                 self.stack.append("")
             self._order.setdefault("")
             self._axes.begin(args, kwargs)
-            self._functions.hears_all = False
+            self._functions.observes_all = False
             self._functions.start()
 
     def on_output(self, root: nn.Module, output: object) -> None:
@@ -203,7 +203,7 @@ class LayerMeasurement(ModuleProbe):
         )
 
     def on_step(self, optimizer: Optimizer, args: Args) -> None:
-        if not self.is_looking or self._depth:
+        if not self.is_examining or self._depth:
             return
         sizes = []
         for path in self._order:
@@ -253,7 +253,7 @@ class LayerMeasurement(ModuleProbe):
         if not self.stack or not all(map(is_plain, tensors_of((args, kwargs, result), 3))):
             return
         self._axes.note(self.stack[-1], name, args, kwargs, result)
-        self._functions.hears_all = self._axes.noise.is_drawn
+        self._functions.observes_all = self._axes.noise.is_drawn
         if name in MAPS and len(tensors := tensors_of([args, kwargs], 3)) > 1:
             for made in tensors_of(result, 1):
                 self._expected[made] = _expected_spread(tensors[0], tensors[1], made)

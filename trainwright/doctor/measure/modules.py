@@ -64,7 +64,7 @@ class ModuleProbe(Probe):
         is_divided = any(map(is_traceable_wrapper_subclass, watched.subject.parameters))
         with_wrappers = (module for root in roots for module in root.modules())
         self._is_off = is_divided or "FullyShardedDataParallel" in kinds or any(map(is_compiled, with_wrappers))
-        self.looks, self.is_looking, self.step = 0, not self._is_off, 0
+        self.num_examined, self.is_examining, self.step = 0, not self._is_off, 0
         self._steps_before: int | None = None  # number of steps before the watch began
         self._open, self._is_following = ExitStack(), False
         self._passes, self.is_hooked = 0, False
@@ -90,7 +90,7 @@ class ModuleProbe(Probe):
     def on_forward(self, root: nn.Module, args: Args, kwargs: Kwargs) -> None:
         if self._is_following:
             self._stop_following()
-        self.is_hooked = self.is_looking and torch.is_grad_enabled() and self._passes < MAX_PASSES
+        self.is_hooked = self.is_examining and torch.is_grad_enabled() and self._passes < MAX_PASSES
         if self.is_hooked:
             self._passes += 1
             self._is_following = True
@@ -122,14 +122,14 @@ class ModuleProbe(Probe):
         self._steps_before = step.step - 1 if self._steps_before is None else self._steps_before
         taken = step.step - self._steps_before
         self._passes = 0
-        if self.is_looking:
+        if self.is_examining:
             self._stop_following()
-            self.looks += 1
+            self.num_examined += 1
             self.step = step.step
             self.ended(step)
         every = INTERVAL_STEPS if taken <= FREQUENT_UNTIL_STEP else LATER_INTERVAL_STEPS
         is_due = taken + 1 in EARLY_STEPS or (taken >= 64 and step.step % every == 0)
-        self.is_looking = not self._is_off and is_due
+        self.is_examining = not self._is_off and is_due
 
     def end(self, error: BaseException | None) -> None:
         self._stop_following()
@@ -190,8 +190,8 @@ class Modules(ModuleProbe):
         self._tables = {p: _Table(m) for p, m in self.modules.items() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
         self._flat, self._behind = "", set[str]()
         self._others: list[str] = []
-        self._told = 0
-        self._open_for_good: list[RemovableHandle] = []
+        self._reported = 0
+        self._handles: list[RemovableHandle] = []
         self._searches = False  # the outputs of the model are constant, so the first module with such outputs is sought
         self.follow({p: m for p, m in self.modules.items() if isinstance(m, _MEASURED) or id(m) in self._repeats})
 
@@ -232,7 +232,7 @@ class Modules(ModuleProbe):
 
     def on_output(self, root: nn.Module, output: object) -> None:
         super().on_output(root, output)
-        if self.is_looking and self._given and output is not None:
+        if self.is_examining and self._given and output is not None:
             with without_modes():  # these operations are not part of the loss, which is being recorded
                 self._record_output(output)
 
@@ -249,7 +249,7 @@ class Modules(ModuleProbe):
         self._made.clear()
 
     def on_backward(self, losses: tuple[Tensor, ...], options: Kwargs) -> None:
-        if self.is_looking and self.looks < 2:
+        if self.is_examining and self.num_examined < 2:
             # parameters that the loss reaches only through nodes with derivative 0
             near = nodes_behind([t.grad_fn for t in losses if t.grad_fn is not None], FLAT_NODES)
             if flat := [each for each in near if type(each).__name__.startswith(FLAT_NODES)]:
@@ -275,14 +275,14 @@ class Modules(ModuleProbe):
     @torch.no_grad()
     def on_gradients(self) -> None:
         """Records the rows with a gradient after the backward pass, before the loop can set a gradient to zero."""
-        for table in self._tables.values() if self.is_looking else ():
+        for table in self._tables.values() if self.is_examining else ():
             gradient = table.module.weight.grad
             if table.ids is not None and gradient is not None and not gradient.is_sparse:
                 table.computed |= set(table.ids[gradient[table.ids].abs().amax(1) > 0].tolist())
 
     @torch.no_grad()
     def on_step(self, optimizer: Optimizer, args: Args) -> None:
-        for table in self._tables.values() if self.is_looking else ():
+        for table in self._tables.values() if self.is_examining else ():
             weight = table.module.weight
             if table.ids is None or weight.grad is None or weight.grad.is_sparse or id(weight) not in self.owned:
                 continue
@@ -307,7 +307,7 @@ class Modules(ModuleProbe):
         for path in {*self._noisy, *self._drifting}:
             if (frozen := self._frozen_around(path)) is not None:
                 self._first_values.setdefault(frozen, _first_values(self.modules[frozen]))
-        if self.looks == 1:
+        if self.num_examined == 1:
             self._examine_others()
 
     def _examine_others(self) -> None:
@@ -320,11 +320,11 @@ class Modules(ModuleProbe):
             kind, first = type(module).__name__, _first_values(module)
 
             def called(module: nn.Module, args: Args, kind: str = kind, first: Tensor = first) -> None:
-                is_used = has_listeners() and module.training and not torch.is_grad_enabled() and self.is_looking
+                is_used = has_listeners() and module.training and not torch.is_grad_enabled() and self.is_examining
                 if is_used and kind not in self._others and torch.equal(_first_values(module), first):
                     self._others.append(kind)
 
-            self._open_for_good.append(module.register_forward_pre_hook(Hook(module, called)))
+            self._handles.append(module.register_forward_pre_hook(Hook(module, called)))
 
     def _is_frozen(self, module: nn.Module) -> bool:
         parameters = list(module.parameters())
@@ -349,9 +349,9 @@ class Modules(ModuleProbe):
         return tuple(sorted(p for p in around if p and torch.equal(_first_values(self.modules[p]), first[p])))
 
     def facts(self) -> ModulesFacts | None:
-        if not self.looks or self._told == self.looks:
+        if not self.num_examined or self._reported == self.num_examined:
             return None
-        self._told = self.looks
+        self._reported = self.num_examined
         wiped = {path: bool(torch.stack(each).all()) for path, each in self._wipes.items()}
         is_whole = wiped.get("", False)
         if is_whole and not self._searches:
@@ -360,15 +360,15 @@ class Modules(ModuleProbe):
         constant = next((p for p in self._wipes if wiped[p] and p), "") if is_whole else None
         constant = self._single or constant
         return ModulesFacts(
-            looks=self.looks,
+            looks=self.num_examined,
             last=self.step,
             same_inputs=len(self._same) > 1 and bool(torch.stack(self._same[1:]).all()),
             constant=constant,
             is_whole=is_whole,
             constant_kind=type(self.modules[constant]).__name__ if constant is not None else "",
             spreads=tuple(OutputSpread(step=n, spread=float(each)) for n, each in self._spreads),
-            noisy=(*self._around_all({*self._noisy} - self._learning), *self._others) if self.looks > 1 else (),
-            drifting=self._around_all({*self._drifting}) if self.looks > 1 else (),
+            noisy=(*self._around_all({*self._noisy} - self._learning), *self._others) if self.num_examined > 1 else (),
+            drifting=self._around_all({*self._drifting}) if self.num_examined > 1 else (),
             repeated=tuple(
                 RepeatedModule(path=path, times=n, is_chained=id(m) in self._chained)
                 for path, container in self._lists.items()
@@ -382,7 +382,7 @@ class Modules(ModuleProbe):
 
     def end(self, error: BaseException | None) -> None:
         super().end(error)
-        for handle in self._open_for_good:
+        for handle in self._handles:
             handle.remove()
 
 
