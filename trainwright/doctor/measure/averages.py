@@ -147,17 +147,17 @@ def _move(step: int, before: Sequence[tuple[Tensor, Tensor]], now: Sequence[tupl
     """Returns the move of a copy between two steps; None if it did not move."""
     copy, weights = (torch.cat([pair[n] for pair in before]) for n in (0, 1))
     moved = torch.cat([pair[0] for pair in now]) - copy
-    size, way = float(moved.norm()), weights - copy
+    size, gap = float(moved.norm()), weights - copy
     if not size > 0.0 or not bool(torch.isfinite(moved).all()):
         return None
-    share = float(moved @ way) / max(float(way @ way), 1e-300)
-    both = torch.linalg.lstsq(torch.stack([way, copy], dim=1), moved[:, None]).solution[:, 0]
+    fraction = float(moved @ gap) / max(float(gap @ gap), 1e-300)
+    both = torch.linalg.lstsq(torch.stack([gap, copy], dim=1), moved[:, None]).solution[:, 0]
     return Move(
         step=step,
-        share=share,
+        share=fraction,
         growth=float(both[1]),
-        rest=float((moved - both[0] * way - both[1] * copy).norm()) / size,
-        rest_alone=float((moved - share * way).norm()) / size,
+        rest=float((moved - both[0] * gap - both[1] * copy).norm()) / size,
+        rest_alone=float((moved - fraction * gap).norm()) / size,
         still=float((moved == 0).double().mean()),
     )
 

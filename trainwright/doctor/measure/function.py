@@ -300,7 +300,7 @@ def neighbours(passes: EvalPasses) -> Deviation | None:
     for changed in (size // 2, 0):
         found = _deviation_along(passes, size, changed, 0)
         if found is not None:
-            return found if not found.is_real or not _is_free_along_second(passes) else None
+            return found if not found.is_real or not _is_batch_second(passes) else None
     return None
 
 
@@ -320,7 +320,7 @@ def _deviation_along(passes: EvalPasses, size: int, changed: int, dim: int) -> D
     return passes.located(Deviation(max_distance(base, now, others), passes.limit), change, others)
 
 
-def _is_free_along_second(passes: EvalPasses) -> bool:
+def _is_batch_second(passes: EvalPasses) -> bool:
     """Returns True if the samples are along the second dimension, (T, B, ...), and no loader or target contradicts."""
     session = passes.session
     first = session.inputs[0]

@@ -205,7 +205,7 @@ MIN_AGE_STEPS = 20
 
 
 @dataclass
-class _Taken:
+class _ReturnedState:
     """A dictionary of live tensors. ``is_done``: it was copied with its original values, or loaded or saved.
 
     A shallow copy of the dictionary has the same ``values``, which share the version counters of the ``weights``.
@@ -241,8 +241,8 @@ class KeptStates(Probe):
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._roots, self._steps = watched.subject.roots, 0
-        self._taken: list[_Taken] = []
-        self._newest: _Taken | None = None
+        self._returned: list[_ReturnedState] = []
+        self._newest: _ReturnedState | None = None
         self._found = KeptFacts()
 
     def on_closed(self, step: RecordedStep) -> None:
@@ -255,15 +255,15 @@ class KeptStates(Probe):
         tensors = [each for each in state.values() if isinstance(each, Tensor) and each.data_ptr() in live]
         if held := tensors[:TENSORS_COMPARED]:
             self._found.taken += 1
-            self._taken = [each for each in self._taken if each.is_held][-MAX_STATES:]
+            self._returned = [each for each in self._returned if each.is_held][-MAX_STATES:]
             weights = tuple(live[each.data_ptr()] for each in held)
             versions = sum(each._version for each in weights)
             values = tuple(map(weakref.ref, held))
-            self._newest = _Taken(weakref.ref(state), values, weights, versions, self._steps, caller())
-            self._taken.append(self._newest)
+            self._newest = _ReturnedState(weakref.ref(state), values, weights, versions, self._steps, caller())
+            self._returned.append(self._newest)
 
     def on_copied(self, tensor: Tensor) -> None:
-        for each in self._taken:
+        for each in self._returned:
             each.is_done |= each.has(tensor) and not each.has_changed
 
     def on_saved(self, value: object) -> None:
@@ -287,7 +287,7 @@ class KeptStates(Probe):
             if isinstance(value, Mapping)
             else None
         )
-        for each in self._taken:
+        for each in self._returned:
             if each.state() is value or (first is not None and each.has(first)):
                 self._record_use(each, how)
                 each.is_done = True
@@ -296,7 +296,7 @@ class KeptStates(Probe):
         for one in list(inner)[:MAX_STATES] if depth else ():
             self._use(one, how, depth - 1)
 
-    def _record_use(self, taken: _Taken, how: str) -> None:
+    def _record_use(self, taken: _ReturnedState, how: str) -> None:
         if self._steps > taken.step and taken.has_changed and not taken.is_done:
             kept = KeptState(taken.step, self._steps, how, taken.source)
             self._found.changed = (*self._found.changed, kept)[:MAX_LOADS]
@@ -307,12 +307,12 @@ class KeptStates(Probe):
 
         States are left out if they are newer than 1.5 times the mean interval between states.
         """
-        steps = [each.step for each in self._taken]
+        steps = [each.step for each in self._returned]
         usual = (steps[-1] - steps[0]) / (len(steps) - 1) if len(steps) > 1 else MIN_AGE_STEPS / 1.5
-        for each in self._taken:
+        for each in self._returned:
             if each.state() is not None and self._steps - each.step > 1.5 * max(usual, 1):
                 self._record_use(each, "")
-        self._taken, self._newest = [], None
+        self._returned, self._newest = [], None
 
     def facts(self) -> KeptFacts | None:
         self.urgent = False

@@ -257,7 +257,7 @@ def measure_formats(session: ReplaySession) -> FormatFacts:
         found for path, module in session.modules.items() if (found := _aliased_tables(module, path)) is not None
     ]
 
-    def look(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
+    def observe(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
         result = function(*args, **kwargs)
         name, results = function_name(function), [result] if isinstance(result, Tensor) else tensors_of(result)
         dtypes.update(each.dtype for each in results)
@@ -271,7 +271,7 @@ def measure_formats(session: ReplaySession) -> FormatFacts:
                 emptied.append(Emptied(name, modules.innermost, float(exact.detach().abs().max())))
         return result
 
-    session.run(Intervention(ops=look, model=modules.following), upto="forward")
+    session.run(Intervention(ops=observe, model=modules.following), upto="forward")
     return FormatFacts(
         dtype=min((str(each).removeprefix("torch.") for each in dtypes.intersection(HALF_DTYPES)), default=""),
         loss_ops=tuple(loss_ops)[:8],

@@ -179,7 +179,7 @@ class InputRows(Probe):
         self._places: dict[int, int] = {}  # place in its window, by digest of a part
         self._one_part_of = 0
         self._times: Counter[Site] = Counter()
-        self._told = self._is_overlap_told = False
+        self._is_reported = self._is_overlap_reported = False
 
     def on_epoch(self, loader: Loader, iterator: object) -> None:
         self._begin_source(loader, iterator)
@@ -274,7 +274,8 @@ class InputRows(Probe):
                 self._seen |= fresh
         found = self._found
         repeats = found.same >= SAME - 1 or found.equal_groups >= 4 or found.recurred >= SAME
-        self.urgent, self._told = self.urgent or (repeats and not self._told), self._told or repeats
+        self.urgent = self.urgent or (repeats and not self._is_reported)
+        self._is_reported |= repeats
 
     def _values(self, digests: Tensor) -> list[int]:
         self._one_of = self._one_of or max(1, len(digests) // MAX_ROWS_PER_BATCH)
@@ -344,8 +345,8 @@ class InputRows(Probe):
         seen = [self._overlap(calls, windows[key], key[0], key[1] is not None) for key, calls in sets.items()]
         last = self._found.evaluated = max(seen, key=lambda each: (each.is_partial, each.shared, each.moved_parts))
         is_overlap = last.is_partial and last.shared >= MIN_URGENT_ROWS and sum(self._new) <= MAX_NEW * len(self._new)
-        self.urgent = self.urgent or (is_overlap and not self._is_overlap_told)
-        self._is_overlap_told |= is_overlap
+        self.urgent = self.urgent or (is_overlap and not self._is_overlap_reported)
+        self._is_overlap_reported |= is_overlap
 
     def _parts_of(self, parts: Tensor) -> dict[int, int]:
         """Returns the place in the window of some parts, by their digest."""

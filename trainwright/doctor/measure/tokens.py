@@ -22,7 +22,7 @@ from trainwright.replay.replayer import Intervention
 from trainwright.replay.session import ReplaySession
 
 OFFSETS = (-1, 0, 1, 2, 3)
-MIN_MEMORY = 1e-6  # Change of a score, in standard deviations of the scores, that shows a dependence
+MIN_DEPENDENCE = 1e-6  # Change of a score, in standard deviations of the scores, that shows a dependence
 MIN_EQUAL_FRACTION = 0.95  # Minimum fraction of targets that must equal the input token at an offset
 
 
@@ -170,7 +170,7 @@ def _depends_on_earlier(
     if len(now) <= which or now[which].marks.shape != was.marks.shape:
         return False
     with session.live():
-        return (_change(was, now[which], own) or 0.0) > MIN_MEMORY
+        return (_change(was, now[which], own) or 0.0) > MIN_DEPENDENCE
 
 
 def _leak(session: ReplaySession, ids: Tensor, start: int) -> Deviation:

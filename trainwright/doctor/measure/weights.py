@@ -43,7 +43,7 @@ class MovingWeights(Probe):
         self._with_gradient: set[int] = set()
         self._zeros: set[int] = set()  # matrices that begin as zeros
         self._found = WeightsFacts()
-        self._updates_then = self._looked_at = 0
+        self._updates_then = self._examined_at = 0
         self._rate = 0.0
 
     def begin(self, site: WatchSite) -> None:
@@ -89,7 +89,7 @@ class MovingWeights(Probe):
         moved |= changed
         zero_now = self._record_gradients()
         with_zeros = {n for n in (zero_now - self._with_gradient) & trainable if self._parameters[n].dim() > 1}
-        found.since, self._looked_at = self._looked_at, found.steps
+        found.since, self._examined_at = self._examined_at, found.steps
         found.tensors, found.moved = len(trainable), len(trainable & moved)
         found.zero_gradients = self._named(with_zeros)
         found.zero_weights = self._named((self._zeros & trainable) - moved)

@@ -380,8 +380,8 @@ def symmetry(session: ReplaySession) -> SymmetryFacts:
             return SymmetryFacts(alike={})
         grads = torch.autograd.grad(inspector.outputs, [p for _, p in named], weights, allow_unused=True)
         for (name, parameter), grad in zip(named, grads):
-            if grad is not None and not grad.is_sparse and (share := _fraction_equal(parameter.detach(), grad)) > 0:
-                alike[name] = share
+            if grad is not None and not grad.is_sparse and (fraction := _fraction_equal(parameter.detach(), grad)) > 0:
+                alike[name] = fraction
     return SymmetryFacts(alike=alike)
 
 
@@ -394,8 +394,8 @@ def _fraction_equal(weight: Tensor, grad: Tensor) -> float:
         if each is grad and not float(size) > 0:
             return 0.0
         both.append(((rows - rows[:1]).abs().amax(1) <= 1e-4 * size) & (each is not grad or rows.abs().amax(1) > 0))
-    share = (both[0] & both[1])[1:].float().mean()
-    return float(share)
+    fraction = (both[0] & both[1])[1:].float().mean()
+    return float(fraction)
 
 
 @replay(FirstLossFacts, when="first", steps=0.5, latest=4)
