@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-SAME = 8  # Consecutive steps on one batch that count as repetition. Loops with several updates per batch make fewer.
+MIN_SAME_STEPS = 8  # Consecutive steps on one batch that count as repetition. Loops may make several updates per batch
 
 
 MIN_COPIED_ROWS = 8  # Minimum number of different rows that occur several times in an evaluation and were trained on

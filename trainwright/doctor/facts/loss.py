@@ -107,15 +107,15 @@ MIN_GAIN = 0.02  # Minimum gain over a constant prediction, as a fraction of its
 MAX_ERROR = 0.04  # Maximum standard error of this gain
 
 
-def knows_nothing(call: MeasuredLoss) -> bool:
+def learned_nothing(call: MeasuredLoss) -> bool:
     """Returns True if the last loss was no lower than that of a constant prediction, nor than with shuffled targets."""
     value, constant, shuffled = (fmean(column) for column in zip(*call.rows))
     if not math.isfinite(value + constant + shuffled) or constant <= 1e-12:
         return False
     gained = [(row[1] - row[0]) / constant for row in call.rows]
-    told = [(row[2] - row[0]) / constant for row in call.rows]
-    error = max(stdev(gained), stdev(told)) / math.sqrt(len(call.rows))
-    return error < MAX_ERROR and max(fmean(gained), fmean(told)) < MIN_GAIN + error
+    lost_by_shuffling = [(row[2] - row[0]) / constant for row in call.rows]
+    error = max(stdev(gained), stdev(lost_by_shuffling)) / math.sqrt(len(call.rows))
+    return error < MAX_ERROR and max(fmean(gained), fmean(lost_by_shuffling)) < MIN_GAIN + error
 
 
 def explains_little(call: MeasuredLoss) -> bool:

@@ -230,7 +230,7 @@ class RanksFacts:
         return [each for each in self.statuses if each.ended == "finished" and each.step < begun]
 
     @property
-    def guilty_of_nonfinite(self) -> tuple[RankStatus, ...]:
+    def first_nonfinite(self) -> tuple[RankStatus, ...]:
         """Ranks whose local loss was the first that was not finite, if the loss of another rank was finite then."""
         bad = [(each, each.nonfinite) for each in self.statuses if each.nonfinite is not None]
         first = min((found.step for _, found in bad), default=0)

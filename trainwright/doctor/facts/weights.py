@@ -38,7 +38,7 @@ class WeightsFacts:
     frozen_outputs: int = 0  # Number of its outputs
 
 
-def standing(run: RunContext, names: Sequence[str], step: int) -> list[str] | None:
+def unchanged_since(run: RunContext, names: Sequence[str], step: int) -> list[str] | None:
     """Returns the names of weights that have not changed since ``step``; None if no examination has followed it yet.
 
     A weight without a gradient may still change: by a moving average, by code of the user, or by a loss that the replay
@@ -52,7 +52,7 @@ def standing(run: RunContext, names: Sequence[str], step: int) -> list[str] | No
     examinations = [
         set(facts.unchanged) for facts in every if facts.since >= step - 1 and len(facts.unchanged) < MAX_NAMES
     ]
-    return [name for name in names if all(name in look for look in examinations)]
+    return [name for name in names if all(name in unchanged for unchanged in examinations)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ class PretrainedFacts:
     adapters: int = 0  # Number of layers with low-rank adapters
 
 
-def is_left_as_it_is(run: RunContext, names: Sequence[str]) -> bool:
+def is_intentionally_untrained(run: RunContext, names: Sequence[str]) -> bool:
     """Returns True if weights without a gradient were trained before, or are outside of the path to the loss."""
     wiring, weights = run.latest(WiringFacts), run.latest(WeightsFacts)
     cuts = wiring.cuts if wiring is not None else ()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
-from trainwright.doctor.facts.data import SAME, EvaluatedRows, RowsFacts
+from trainwright.doctor.facts.data import MIN_SAME_STEPS, EvaluatedRows, RowsFacts
 from trainwright.doctor.measure.evaluations import source_of
 from trainwright.recorder.callers import caller
 from trainwright.recorder.comparisons import Site
@@ -273,7 +273,7 @@ class InputRows(Probe):
             if len(self._seen) < MAX_ROWS:
                 self._seen |= fresh
         found = self._found
-        repeats = found.same >= SAME - 1 or found.equal_groups >= 4 or found.recurred >= SAME
+        repeats = found.same >= MIN_SAME_STEPS - 1 or found.equal_groups >= 4 or found.recurred >= MIN_SAME_STEPS
         self.urgent = self.urgent or (repeats and not self._is_reported)
         self._is_reported |= repeats
 

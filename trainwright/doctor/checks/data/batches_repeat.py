@@ -1,5 +1,5 @@
 from trainwright.doctor import NotApplicable, Results, RunContext, check
-from trainwright.doctor.facts.data import SAME, RowsFacts
+from trainwright.doctor.facts.data import MIN_SAME_STEPS, RowsFacts
 
 MIN_EQUAL_MICRO_BATCHES = 3  # Equal micro-batches of a step. Two may be two passes over one batch, as in SAM.
 
@@ -23,21 +23,21 @@ def batches_repeat(run: RunContext, facts: RowsFacts) -> Results:
         for x, y in loader:
             ...
     """
-    if facts.steps < SAME:
+    if facts.steps < MIN_SAME_STEPS:
         return
     is_stuck = not facts.same_before or facts.same >= 2 * facts.same_before
-    if facts.same >= SAME - 1 and is_stuck and facts.whole > facts.batch:
+    if facts.same >= MIN_SAME_STEPS - 1 and is_stuck and facts.whole > facts.batch:
         yield run.finding(
             symptom=f"{facts.same + 1} steps in a row, up to step {facts.same_to}, trained on the same {facts.batch} "
             f"rows of {facts.whole}",
             since_step=max(1, facts.same_to - facts.same),
             evidence=[("rows that were trained on", facts.distinct, facts.whole)],
         )
-    elif facts.micro >= MIN_EQUAL_MICRO_BATCHES and 2 * facts.micro_steps >= min(facts.steps, SAME):
+    elif facts.micro >= MIN_EQUAL_MICRO_BATCHES and 2 * facts.micro_steps >= min(facts.steps, MIN_SAME_STEPS):
         yield run.finding(
             symptom=f"all {facts.micro} micro-batches of a step are the same rows, in {facts.micro_steps} steps",
             sure=0.8,
             evidence=[("equal micro-batches in a step", facts.micro, 1)],
         )
-    elif facts.same >= SAME - 1:
+    elif facts.same >= MIN_SAME_STEPS - 1:
         yield NotApplicable(f"every step has the same {facts.batch} rows, and no larger set is known")

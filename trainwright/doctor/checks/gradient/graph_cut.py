@@ -1,5 +1,5 @@
 from trainwright.doctor import Every, Results, RunContext, Where, check, listed
-from trainwright.doctor.facts.weights import is_left_as_it_is, standing
+from trainwright.doctor.facts.weights import is_intentionally_untrained, unchanged_since
 from trainwright.doctor.facts.wiring import WiringFacts
 
 
@@ -21,7 +21,7 @@ def graph_cut(run: RunContext, facts: WiringFacts, seen: Every[WiringFacts]) -> 
     Fix: remove the operation that the finding names, or freeze these weights with `requires_grad_(False)`. With
     reentrant checkpointing use `checkpoint(f, x, use_reentrant=False)`.
     """
-    known = [(each, standing(run, each.behind, seen[-1][0])) for each in facts.cuts]
+    known = [(each, unchanged_since(run, each.behind, seen[-1][0])) for each in facts.cuts]
     cut, behind = next(((each, names) for each, names in known if names), (None, None))
     if cut is None or not behind:
         return
@@ -30,7 +30,7 @@ def graph_cut(run: RunContext, facts: WiringFacts, seen: Every[WiringFacts]) -> 
         seen[-1][0],
         symptom=f"{len(behind)} weights that the optimizer holds get no gradient: {listed(behind)}",
         cause=f"{cut.how} in {cut.inside or 'the model'} ends the graph after {cut.last or 'them'}",
-        severity="info" if is_left_as_it_is(run, behind) else "critical" if is_most else "warning",
+        severity="info" if is_intentionally_untrained(run, behind) else "critical" if is_most else "warning",
         where=Where(module=cut.last, op=cut.how, source=cut.line or run.line_of(f"op:{cut.how}", seen[-1][0])),
         evidence=[("weights behind the cut", len(behind), 0)],
     )

@@ -2,7 +2,7 @@ import math
 from statistics import fmean, stdev
 
 from trainwright.doctor import Every, NotApplicable, Results, RunContext, check
-from trainwright.doctor.facts.loss import MIN_GAIN, LossFacts, MeasuredLoss, knows_nothing, over_most_steps, where_of
+from trainwright.doctor.facts.loss import MIN_GAIN, LossFacts, MeasuredLoss, learned_nothing, over_most_steps, where_of
 from trainwright.doctor.trend import still_falls
 
 MIN_STEPS = 60  # Steps after which something must have been learned
@@ -41,7 +41,7 @@ def no_better_than_constant(run: RunContext, exams: Every[LossFacts]) -> Results
     if not known:
         yield NotApplicable("no loss function whose targets vary")
         return
-    learned = {(each.op, each.classes) for each in known if not knows_nothing(each)}
+    learned = {(each.op, each.classes) for each in known if not learned_nothing(each)}
     bad = [each for each in known if (each.op, each.classes) not in learned]
     if bad and (why := _still_learns(run, bad)) is not None:
         yield NotApplicable(f"still learning: {why}")

@@ -1,5 +1,5 @@
 from trainwright.doctor import NotApplicable, Results, RunContext, Where, check, listed
-from trainwright.doctor.facts.weights import WeightsFacts, is_left_as_it_is
+from trainwright.doctor.facts.weights import WeightsFacts, is_intentionally_untrained
 
 MIN_UPDATES = 4  # Updates after which some weight has moved
 MIN_UPDATES_OF_ZEROS = 2  # Updates after which one of the matrices that begin as zeros has moved
@@ -50,7 +50,7 @@ def weights_never_move(run: RunContext, facts: WeightsFacts) -> Results:
         names = facts.zero_gradients
         yield run.finding(
             symptom=f"the gradient of {listed(names)} was exactly 0 at every examination of {facts.updates} updates",
-            severity="info" if is_left_as_it_is(run, names) else "warning",
+            severity="info" if is_intentionally_untrained(run, names) else "warning",
             stage="backward",
             where=Where(module=names[0].rpartition(".")[0]),
             since_step=1,

@@ -23,7 +23,7 @@ def nonfinite_loss(run: RunContext, facts: RanksFacts) -> Results:
 
     Sources: WeatherGenerator #2718, habitat-lab #2226.
     """
-    for status in facts.guilty_of_nonfinite[:1]:
+    for status in facts.first_nonfinite[:1]:
         found = status.nonfinite
         assert found is not None
         yield run.finding(
