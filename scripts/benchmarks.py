@@ -24,7 +24,7 @@ KEPT = ("date", "command", "python", "versions", "machine", "cores", "load")
 
 
 def keep(lines: Iterable[str]) -> Iterator[Path]:
-    """Writes what benchmarks printed, a file for each; a run of the same command is replaced."""
+    """Writes the output lines of benchmarks into one file per benchmark. Replaces earlier runs of the same command."""
     runs: dict[str, list[dict[str, Any]]] = {}
     for line in filter(None, map(str.strip, lines)):
         figure = json.loads(line)
@@ -43,7 +43,7 @@ def keep(lines: Iterable[str]) -> Iterator[Path]:
 
 
 def page(paths: Sequence[Path]) -> str:
-    """The text of the page."""
+    """Returns the text of the page."""
     read = {path.stem: json.loads(path.read_text())["runs"] for path in paths}
     return HEAD + "".join(f"\n## {bench}\n{''.join(map(_run, runs))}" for bench, runs in read.items())
 

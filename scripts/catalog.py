@@ -40,7 +40,7 @@ def table(columns: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
 
 
 def named(rows: Mapping[str, recipe.Row]) -> str:
-    """A table of all rows, then what the docstring of each says, with a table of its arguments."""
+    """Returns a table of all rows, then the docstring of each row with a table of its arguments."""
     listed = table(("name", "what it is"), ([f"`{row.name}`", row.doc] for row in rows.values()))
     return "\n\n".join([listed, *(described(row) for row in rows.values())])
 
@@ -55,14 +55,14 @@ def described(row: recipe.Row) -> str:
 
 
 def arguments(factory: Callable[..., Any]) -> Iterator[tuple[str, str, str]]:
-    """Name, type and default of each argument that a recipe may give; not what the engine passes to a loss."""
+    """Yields name, type and default of each argument that a recipe may set, without those that the engine passes."""
     for name, each in inspect.signature(factory).parameters.items():
         if name in (
             "model",
             "batch",
             "chunked",
             "max_logits_bytes",
-        ):  # loss.chunked is a key of its own; the plan knows
+        ):  # ``chunked`` is set by the recipe key loss.chunked, the others by the engine and the plan
             continue
         stars = "**" if each.kind is each.VAR_KEYWORD else ""
         default = "" if stars else "required" if each.default is each.empty else f"`{shown(each.default)}`"
@@ -70,8 +70,8 @@ def arguments(factory: Callable[..., Any]) -> Iterator[tuple[str, str, str]]:
 
 
 def kind(annotation: str, module: object) -> str:
-    """The type of an argument, as a recipe may give it."""
-    written = getattr(module, annotation, None)  # an alias: Split
+    """Returns the type of an argument in the terms of a recipe."""
+    written = getattr(module, annotation, None)  # an alias such as Split
     text = str(written).replace("typing.", "") if written is not None else annotation
     if "Path" in text:
         return "path"
@@ -80,12 +80,12 @@ def kind(annotation: str, module: object) -> str:
 
 
 def shown(value: object) -> str:
-    """A value as a recipe writes it."""
+    """Returns a value in the notation of recipes."""
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def read(docstring: str) -> tuple[str, dict[str, str]]:
-    """The text of a docstring before its arguments, and the meaning of each argument."""
+    """Returns the text of a docstring before its arguments, and the meaning of each argument."""
     text, _, rest = docstring.partition("\nArgs:\n")
     block = re.match(r"((?: {4}.*\n?|\n(?= {4}))*)", rest)
     entries = re.split(r"\n(?=\S)", dedent(block[0] if block else "").strip())
@@ -96,7 +96,7 @@ def read(docstring: str) -> tuple[str, dict[str, str]]:
 
 
 def code(text: str) -> str:
-    """Markdown has one backtick where a docstring has two."""
+    """Returns a docstring as Markdown for a table cell: single backticks, escaped bars."""
     return text.replace("``", "`").replace("|", "\\|")
 
 

@@ -16,7 +16,7 @@ Written from the docstrings of the checks by `python scripts/checks.py`; `trainw
 
 
 def pages() -> dict[str, str]:
-    """The text of each file of the folder."""
+    """Returns the text of each file of the folder, by file name."""
     topics = {topic: list(some) for topic, some in groupby(all_checks(), key=lambda each: each.topic)}
     lines = ["| topic | checks |", "|---|---|"]
     lines += [f"| [{topic}]({topic}.md) | {_links(topic, some)} |" for topic, some in topics.items()]
@@ -32,7 +32,7 @@ def _links(topic: str, checks: list[Check]) -> str:
 
 
 def main() -> None:
-    """Writes the folder anew."""
+    """Writes all pages, and deletes pages of topics that no longer exist."""
     FOLDER.mkdir(exist_ok=True)
     texts = pages()
     for file in FOLDER.glob("*.md"):

@@ -1,4 +1,4 @@
-"""Hook of mkdocs: a link from a page to a file outside of docs/ leads to that file in the repository."""
+"""Hook of mkdocs: links from a page to a file outside of docs/ lead to that file in the repository."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Carries out the steps of containers/Dockerfile in a folder, where there is no container engine.
+"""Runs the steps of containers/Dockerfile in a folder, for machines without a container engine.
 
     python scripts/image_steps.py /tmp/image --build-arg STACK=cpu
 
-Folders of the image lie below the one given. Steps of root (packages of the distribution, the user) are left out.
+/opt, /workspace and /runs of the image are created in the folder. RUN steps of root are left out: they install
+packages of the distribution and create the user.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ DOCKERFILE = ROOT / "containers" / "Dockerfile"
 
 @dataclass(frozen=True)
 class Step:
-    """One instruction: ``RUN``, ``COPY``, ``ENV``, ..., and what follows it."""
+    """One instruction: its name (``RUN``, ``COPY``, ``ENV``, ...) and the text after it."""
 
     name: str
     text: str
@@ -32,7 +33,7 @@ class Step:
 
 @dataclass
 class Image:
-    """A folder instead of an image, and what earlier steps have set."""
+    """The folder that stands for the image, and the variables, working directory and user that steps have set."""
 
     folder: Path
     arguments: Mapping[str, str]
@@ -41,7 +42,7 @@ class Image:
     user: str = "root"
 
     def apply(self, step: Step) -> None:
-        """Carry out one step. Raises CalledProcessError where a command fails."""
+        """Runs one step. Raises CalledProcessError if a command fails."""
         if step.name == "ARG":
             name, _, default = step.text.partition("=")
             self.variables[name] = self.arguments.get(name, self._expanded(default))
@@ -79,7 +80,7 @@ class Image:
 
 
 def steps(text: str) -> Iterator[Step]:
-    """The instructions of a Dockerfile, without comments, continued lines joined."""
+    """Yields the instructions of a Dockerfile. Comments are dropped, continued lines are joined."""
     lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
     for instruction in "\n".join(lines).replace("\\\n", " ").splitlines():
         name, _, rest = instruction.partition(" ")

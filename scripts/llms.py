@@ -19,7 +19,7 @@ MAX_CHARS = 160
 
 
 class SiteLoader(yaml.SafeLoader):
-    """Reads mkdocs.yml without mkdocs: a tag that names a Python function is read as None."""
+    """Reads mkdocs.yml without mkdocs: tags that name a Python function become None."""
 
 
 SiteLoader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: None)  # type: ignore[no-untyped-call]
@@ -46,7 +46,7 @@ def first_sentence(path: str) -> str:
 
 
 def text() -> str:
-    """Return the file."""
+    """Return the content of docs/llms.txt."""
     site = yaml.load((ROOT / "mkdocs.yml").read_text("utf-8"), SiteLoader)
     lines = [f"# {site['site_name']}", "", f"> {site['site_description']}"]
     lines += ["", "For coding agents: `trainwright mcp` serves runs; `trainwright agent install` writes a skill."]

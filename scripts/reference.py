@@ -32,7 +32,7 @@ code, see [SECURITY.md](../../SECURITY.md).
 
 
 def rows(schema: Schema, path: str, defs: Mapping[str, Schema]) -> Iterator[tuple[str, str, str, str]]:
-    """Path, values, default and description of each key below ``path``."""
+    """Yields path, values, default and description of each key below ``path``."""
     for key, value in schema.get("properties", {}).items():
         inner, in_list = _section(value, defs)
         where = f"{path}.{key}" if path else key
@@ -45,7 +45,7 @@ def rows(schema: Schema, path: str, defs: Mapping[str, Schema]) -> Iterator[tupl
 
 
 def _section(value: Schema, defs: Mapping[str, Schema]) -> tuple[Schema | None, bool]:
-    """The section that a key holds, if it does, and whether it is a list of them."""
+    """Returns the schema of the section in a key (None if it holds a value), and whether it is a list of sections."""
     in_list = value.get("type") == "array"
     found = value.get("items", {}) if in_list else value
     for each in (found, *found.get("anyOf", ())):
@@ -58,7 +58,7 @@ def _section(value: Schema, defs: Mapping[str, Schema]) -> tuple[Schema | None, 
 
 
 def values(schema: Schema, defs: Mapping[str, Schema]) -> str:
-    """What a key may hold, in words."""
+    """Returns the permitted values of a key as text."""
     if "anyOf" in schema:
         return " or ".join(dict.fromkeys(filter(None, (values(each, defs) for each in schema["anyOf"]))))
     if "enum" in schema:
@@ -91,7 +91,7 @@ def _words(schema: Schema) -> str:
 
 
 def keys() -> str:
-    """The table of all keys."""
+    """Returns the table of all keys."""
     schema = recipe.json_schema()
     lines = ["| key | value | default | what it is |", "|---|---|---|---|"]
     lines += [f"| `{path}` | {kind} | {default} | {words} |" for path, kind, default, words in _all(schema)]
@@ -103,14 +103,14 @@ def _all(schema: Schema) -> Iterator[tuple[str, str, str, str]]:
 
 
 def names() -> Iterator[str]:
-    """A section for each public name."""
+    """Yields a section for each public name."""
     for name in sorted(set(tw.__all__) - {"__version__"}, key=str.lower):
-        found = getattr(importlib.import_module(tw._HOME[name]), name)  # a package may have the name, too
+        found = getattr(importlib.import_module(tw._HOME[name]), name)  # not from tw: a subpackage may have the name
         yield f"## tw.{name}\n\n```\n{name}{_signature(found)}\n```\n\n{_text(inspect.getdoc(found) or '')}"
 
 
 def _signature(found: object) -> str:
-    """The parameters, one a line where there are many; annotations as they are written."""
+    """Returns the parameters, one per line if they are too long for one; annotations as in the source."""
     if not callable(found) or (isinstance(found, type) and issubclass(found, BaseModel)):
         return ""
     try:
@@ -126,7 +126,7 @@ def _signature(found: object) -> str:
 
 
 def _parameter(each: inspect.Parameter) -> str:
-    """As it is written: annotations are strings here, which ``str(each)`` would quote."""
+    """Returns a parameter as in the source. ``str(each)`` would quote annotations, which are strings."""
     kind = "" if each.annotation is each.empty else f": {each.annotation}"
     kind = re.sub(r"<class '[\w.]*?(\w+)'>", r"\1", kind)
     shown = repr(each.default) if type(each.default) in (str, int, float, bool, tuple, type(None)) else "..."
@@ -135,7 +135,7 @@ def _parameter(each: inspect.Parameter) -> str:
 
 
 def _text(docstring: str) -> str:
-    """A docstring as Markdown: what is indented, such as the arguments, becomes a list."""
+    """Returns a docstring as Markdown. Indented lines, such as the arguments, become a list."""
     lines = []
     for line in docstring.replace("``", "`").splitlines():
         bare = line.strip()

@@ -1,4 +1,4 @@
-"""Counts the files that one value passes: ``python scripts/walks.py batch|recipe [--doctor]``.
+"""Counts the files of the package that one value passes through: ``python scripts/walks.py batch|recipe [--doctor]``.
 
 A file counts if a function in it has the value in a local variable, or returns it. A turn back is a call or a return
 that leads to a file in which the value was before. docs/concepts/architecture.md shows the result.
@@ -41,7 +41,7 @@ batch: {size: 64}
 
 
 class Walk:
-    """Traces calls and returns while ``is_on``. Keeps the files in which ``is_value`` is true of a local variable."""
+    """A profile function. While ``is_on``, records the files with a local variable for which ``is_value`` is true."""
 
     def __init__(self, is_value: Callable[[object], bool]) -> None:
         self.is_value, self.is_on = is_value, False
@@ -94,7 +94,7 @@ def is_recipe(value: object) -> bool:
 
 
 def walk_batch(*, doctor: bool) -> Walk:
-    """One batch of a DataLoader that reads in this process: from its reading, and in another step its training."""
+    """Follows a batch of a DataLoader without workers: its reading in one step, and the training in another step."""
     walks = Walk(is_batch), Walk(is_batch)
     read_at, trained_at = 32, 30  # in the 32nd step several batches are read at once
 
@@ -124,7 +124,7 @@ def walk_batch(*, doctor: bool) -> Walk:
 
 
 def walk_recipe() -> Walk:
-    """A recipe through ``trainwright train``, until the training loop starts."""
+    """Follows a recipe through ``trainwright train`` until the training loop starts."""
     from trainwright.cli import main
 
     Path(RECIPE).write_text(RECIPE_TEXT)

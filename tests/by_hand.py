@@ -1,7 +1,7 @@
-"""The shapes of ``examples/`` as plain PyTorch loops: what each example must equal bit for bit.
+"""The trainings of ``examples/`` as plain PyTorch loops. Each example must give the same weights, bit for bit.
 
-They share with the examples the model, the data and the formula of the loss, and nothing of Trainwright but the order
-in which an epoch visits the samples.
+The loops use the model, the data and the loss formula of the examples. From Trainwright they use only the order of the
+samples in an epoch.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torch.optim import Optimizer
 
 from trainwright.data.sample_order import epoch_order
 
-SEED = 1337  # of the order, where no other is asked for
+SEED = 1337  # default seed of the sample order
 
 
 def batches(data: Sequence[Tensor], size: int, steps: int) -> Iterator[tuple[Tensor, ...]]:
-    """Epoch after epoch, each in an order of its own."""
+    """Yields ``steps`` batches of ``size`` samples. Each epoch has its own order."""
     orders = (torch.from_numpy(epoch_order(len(data[0]), seed=SEED, epoch=epoch)) for epoch in count())
     rows = (part for order in orders for part in order.split(size))
     for part in islice(rows, steps):
@@ -50,7 +50,7 @@ def minimized(
     batch: int,
     parts: int = 1,
 ) -> nn.Module:
-    """The loop of most trainings: AdamW with a cosine, clipping, and the weighted sum over micro-batches."""
+    """Trains with AdamW, a cosine schedule, clipping, and the weighted mean over ``parts`` micro-batches."""
     optimizer = adamw(model, lr)
     for step, whole in enumerate(batches(data, batch, steps)):
         follow_cosine(optimizer, lr, step, steps)

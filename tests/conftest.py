@@ -1,9 +1,9 @@
-"""One thread, here and in every process that a test starts: the models are tiny, and on a busy machine the threads of
-OpenMP wait for each other by spinning.
+"""Settings and fixtures of all tests.
 
-torch is imported inside of fixtures, because the process that only distributes the tests does not need it.
-
-Where tests marked ``process`` are left out (``make quick``), a test that starts one without the mark fails.
+Tests and the processes that they start use one thread: the models are tiny, and the threads of OpenMP wait for each
+other by spinning, which is slow on a busy machine. torch is imported inside of fixtures, because the process that only
+distributes the tests does not need it. If tests marked ``process`` are left out (``make quick``), a test without the
+mark that starts a Python process fails.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-os.environ["OMP_NUM_THREADS"] = "1"  # before torch is loaded: fixtures of a module run before those of a test
-os.environ["TRAINWRIGHT_LANG"] = "en"  # whatever the locale is
-os.environ["TRAINWRIGHT_EXAMINE"] = "all"  # the loops are short and their models tiny; tests of the budget delete it
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test fetches a model; a test of the hub starts a server of its own
-os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # else a pool of processes, for kernels that take less than its start
+os.environ["OMP_NUM_THREADS"] = "1"  # must be set before torch is loaded
+os.environ["TRAINWRIGHT_LANG"] = "en"  # independent of the locale
+os.environ["TRAINWRIGHT_EXAMINE"] = "all"  # no time budget for examinations; tests of the budget delete this
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test downloads a model; a test of the hub starts a local server
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # starting a pool of processes takes longer than compiling here
 
 import pytest
 
@@ -30,11 +30,11 @@ EXAMINED = ("doctor", "finetune", "recorder", "replay", "watching")
 DOCTOR_VARIABLE = "TRAINWRIGHT_DOCTOR"
 MARKED_MODULE = re.compile(r"^pytestmark = (\[[^\]]*?)?pytest\.mark\.(slow|process)\b", re.MULTILINE)
 STARTED: list[str] = []
-gc.disable()  # until all tests are found: what is made till then is kept, and would be looked through many times
+gc.disable()  # until the tests are collected: the objects created until then stay, and would be traversed many times
 
 
 def _hear(event: str, args: tuple[object, ...]) -> None:
-    """Notes commands that run a Python. Forks are cheap, and commands such as ``git`` end at once."""
+    """Audit hook that records commands that run Python. Forks and commands such as ``git`` are fast: not recorded."""
     if event == "subprocess.Popen":
         command = [str(part) for part in args[1]] if isinstance(args[1], list | tuple) else str(args[1]).split()
         if any(Path(part).name.startswith(("python", "trainwright")) for part in command):
@@ -47,7 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Skip the import of modules whose mark deselects all of their tests: they import the slowest libraries."""
+    """Skip modules whose ``pytestmark`` deselects all of their tests. Their imports are the slowest."""
     if "not slow and not process" not in config.getoption("markexpr") or collection_path.suffix != ".py":
         return None
     return True if MARKED_MODULE.search(collection_path.read_text()) else None
@@ -63,22 +63,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Exclude the objects of all test modules and their imports from garbage collection: the engine
-    collects garbage whenever memory runs out, at a second each time over such a heap.
+    """Exclude the objects of all test modules and their imports from garbage collection.
 
-    From here on no bytecode is kept: a module that a test writes anew, as long and in the same second, would be taken
-    for the one before.
+    The engine collects garbage whenever memory runs out, which would take a second each time. From here on no bytecode
+    is written: Python would use it for a module that a test writes again with the same size in the same second.
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 20, 50)  # Python's own, 700, takes 3 % of the time of tests that record steps
+    gc.set_threshold(20_000, 20, 50)  # the default of 700 takes 3 % of the time of tests that record steps
     gc.enable()
     sys.dont_write_bytecode = True
 
 
 @pytest.fixture(autouse=True, scope="module")
 def no_memory_is_kept(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Return freed memory, up to a GiB, to the system. Parsed sources take 160 MiB and 4 s."""
+    """Return freed memory, up to a GiB, to the system, and drop the parsed sources (160 MiB, 4 s to parse again)."""
     asks = _asks_the_house(request.module)
     if not asks:
         house.forget()
@@ -97,9 +96,9 @@ def _is_marked_examined(node: pytest.Item | pytest.Collector) -> bool:
 
 @pytest.fixture(autouse=True, scope="module")
 def doctor_of_module(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Train without the doctor, which takes ten times as long as a short run, except where it is tested.
+    """Turn the doctor off, except in the folders ``EXAMINED`` and in tests marked ``examined``.
 
-    It is tested in the folders `EXAMINED` and in tests marked ``examined``.
+    It takes ten times as long as a short run.
     """
     room = request.path.relative_to(TESTS).parts[0]
     with pytest.MonkeyPatch.context() as patch:
@@ -110,7 +109,7 @@ def doctor_of_module(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def forked_trials() -> Iterator[None]:
-    """Fork the processes of trials from one that has imported torch, which takes longer than a small trial."""
+    """Fork the processes of trials from one that has imported torch. The import takes longer than a small trial."""
     from tests import forked
     from trainwright.trials import trial
 
@@ -121,17 +120,17 @@ def forked_trials() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Begin each test with one thread, and with the doctor if it is marked; end what it leaves, and fail for a watch.
+    """Begin each test with one thread, and with the doctor if it is marked. End its processes; fail for an open watch.
 
-    One fixture, because each takes as long as the shortest tests. What a test imported is excluded from garbage
-    collection, which would slow down all tests after it.
+    This is one fixture because each fixture takes as long as the shortest tests. Modules that a test imported are
+    excluded from garbage collection, because they would slow down all later tests.
     """
     import torch
 
     from trainwright.recorder import hooks
     from trainwright.recorder.listener import listeners
 
-    torch.set_num_threads(1)  # a run that was tested before may have set another number
+    torch.set_num_threads(1)  # a run in an earlier test may have set another number
     modules, started = len(sys.modules), len(STARTED)
     with pytest.MonkeyPatch.context() as patch:
         if _is_marked_examined(request.node):

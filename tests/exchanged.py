@@ -1,4 +1,4 @@
-"""The collectives that code issues, on any backend: those of the fake process group, too, which has no other ranks."""
+"""Records the collectives that code issues, on any backend, also on the fake process group without other ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Collective(NamedTuple):
-    """One collective: its name in torch, the ranks of its group, and what this rank gives to it."""
+    """One collective: its name in torch, the ranks of its group, and dtype and size of the input of this rank."""
 
     name: str
     ranks: list[int]
@@ -23,7 +23,7 @@ class Collective(NamedTuple):
 
 
 class Collectives(TorchDispatchMode):
-    """Context that notes each collective, with the tensors that it reads."""
+    """Context that records each collective."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Processes that need not import torch: each is forked from a process that has done so, once for a whole session.
+"""Processes that need not import torch: each is forked from a process that has imported it once per session.
 
-A true process, with its own memory, signals and exit code, for a tenth of what a new Python costs. That a verb begins
-and ends well in a new one is tested with a new one.
+A forked process has its own memory, signals and exit code, and starts in a tenth of the time of a new Python. Tests of
+the start and the end of a verb use a new Python.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from trainwright.watching.budget import DOCTOR_VARIABLE
 
 CONTEXT: ForkServerContext | ForkContext = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.warm"])
-get_temp_dir()  # where its socket lies: before a test says that temporary files go to a folder of its own
+get_temp_dir()  # creates the folder of its socket, before a test redirects temporary files to its own folder
 COMMAND_LINE = "from trainwright.cli import main; main()"
 FORKING_TRIALS = f"from tests import forked; forked.fork_trials(); {COMMAND_LINE}"
 """The command line in a forked process that forks the processes of its trials."""
 
 
 class Forked:
-    """A process that runs ``code``, with what tests need of ``subprocess.Popen``.
+    """A process that runs ``code``, with the methods of ``subprocess.Popen`` that tests need.
 
-    ``group``: it leads a group of processes of its own. ``together``: stderr is a part of stdout. ``outputs``: files
-    that stdout and stderr are appended to.
+    ``group``: the process leads a new process group. ``together``: stderr goes to stdout. ``outputs``: files to which
+    stdout and stderr are appended.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Forked:
         outputs = outputs or [self._printed / name for name in ("stdout", "stdout" if together else "stderr")]
         doctor = {
             DOCTOR_VARIABLE: os.environ.get(DOCTOR_VARIABLE, "")
-        }  # tests set other values than the fork server has
+        }  # the fork server may have the value of an earlier test
         self._process: BaseProcess = CONTEXT.Process(
             target=_run, args=(code, arguments, list(outputs), cwd or Path.cwd(), {**doctor, **env}, group)
         )
@@ -101,9 +101,9 @@ class Forked:
         self._process.kill()
 
     def end(self) -> None:
-        """Kills it if it still runs, its group too, and removes what it has printed. Once more, it does nothing."""
+        """Kills the process and its group if they still run, and deletes the captured output. May be called again."""
         if self._leads and self.poll() is None:
-            with suppress(ProcessLookupError):  # it has not got so far
+            with suppress(ProcessLookupError):  # the process has not created its group yet
                 os.killpg(self.pid, signal.SIGKILL)
         self.kill()
         self.wait()
@@ -111,7 +111,7 @@ class Forked:
 
 
 class ForkedCommand(Forked):
-    """Replaces ``subprocess.Popen`` where the package starts a command as a process. Descriptors are not inherited."""
+    """Replaces ``subprocess.Popen`` in ``trainwright.trials.trial``. File descriptors are not inherited."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class ForkedCommand(Forked):
     ) -> None:
         paths = "import os, sys; sys.path[:0] = os.environ['PYTHONPATH'].split(os.pathsep)\n"
         code = paths + re.sub(r"end_with\(\d+\)", "end_with(os.getppid())", command[2])
-        outputs = [  # a file without a name stays open until the command has ended
+        outputs = [  # an unnamed file is opened by its descriptor; the caller keeps it open until the command has ended
             Path(each.name if isinstance(each.name, str) else f"/proc/{os.getpid()}/fd/{each.fileno()}")
             for each in (stdout, stderr)
         ]
@@ -141,7 +141,7 @@ FORKING = types.SimpleNamespace(
 
 
 def fork_trials() -> None:
-    """In a forked process: fork the processes of trials from it, not from the fork server of the tests."""
+    """Called in a forked process, so that processes of trials are forked from it and not from the fork server."""
     global CONTEXT
     CONTEXT = multiprocessing.get_context("fork")
     vars(trial)["subprocess"] = FORKING
@@ -154,14 +154,14 @@ AT_THE_END: list[Callable[[], object]] = []
 def run(
     code: str, *arguments: str, cwd: Path | None = None, env: Mapping[str, str] = {}, timeout: float = 240
 ) -> Forked:
-    """As ``subprocess.run([sys.executable, "-c", code, *arguments])``."""
+    """Like ``subprocess.run([sys.executable, "-c", code, *arguments])``, in a forked process."""
     process = Forked(code, *arguments, cwd=cwd, env=env)
     process.wait(timeout)
     return process
 
 
 def run_part(part: TrialPart, output: Path, environment: Mapping[str, str]) -> int:
-    """As ``verify.resume.in_new_python``."""
+    """Like ``verify.resume.in_new_python``, in a forked process."""
     code = "from trainwright.commands.verify.trial import main; main()"
     process = Forked(code, json.dumps(asdict(part)), env=environment, together=True)
     code_of_exit = process.wait()
@@ -171,7 +171,7 @@ def run_part(part: TrialPart, output: Path, environment: Mapping[str, str]) -> i
 
 
 def end_all() -> None:
-    """Ends all that the test has begun; one that failed leaves none behind."""
+    """Ends all processes of the current test, also if it failed."""
     while AT_THE_END:
         AT_THE_END.pop()()
 
@@ -180,8 +180,8 @@ def _run(
     code: str, arguments: tuple[str, ...], outputs: list[Path], cwd: Path, env: dict[str, str], group: bool
 ) -> None:
     gc.freeze()
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the process of a sweep has another handler
-    multiprocessing.set_start_method("fork", force=True)  # as in any new process on Linux
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a process that is forked by a sweep inherits the sweep's handler
+    multiprocessing.set_start_method("fork", force=True)  # the default of a new Python on Linux
     if group:
         os.setsid()
     os.environ.update(env)

@@ -1,4 +1,4 @@
-"""The source of the package, parsed once; what the tests of its structure ask of it."""
+"""The source of the package, parsed once, and queries for the tests of its structure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def files(folder: Path = HOUSE) -> tuple[Path, ...]:
 
 @cache
 def tree(path: Path) -> ast.Module:
-    """No collection looks through it, now or later: that would take longer than to parse it."""
+    """Returns the parsed file. Garbage collection, now and later, is avoided: it would take longer than parsing."""
     gc.disable()
     try:
         return ast.parse(path.read_text(), str(path))
@@ -37,7 +37,7 @@ def tree(path: Path) -> ast.Module:
 
 @cache
 def _by_kind(path: Path) -> dict[type[ast.AST], list[ast.AST]]:
-    """All nodes of a file: to walk through it takes as long as to parse it."""
+    """Returns all nodes of a file by class. Cached, because walking a tree takes as long as parsing it."""
     found: dict[type[ast.AST], list[ast.AST]] = {}
     for node in ast.walk(tree(path)):
         found.setdefault(type(node), []).append(node)
@@ -45,7 +45,7 @@ def _by_kind(path: Path) -> dict[type[ast.AST], list[ast.AST]]:
 
 
 def nodes(path: Path, *kinds: type[Node]) -> Iterator[Node]:
-    """The nodes of these kinds, one kind after the other."""
+    """Yields the nodes of these classes, one class after the other."""
     for kind in kinds:
         yield from _by_kind(path).get(kind, ())  # type: ignore[misc]
 
@@ -57,7 +57,7 @@ def forget() -> None:
 
 
 def shown(path: Path) -> str:
-    """As it is written in a message: from the root on."""
+    """Returns the path relative to the root, for messages."""
     return path.relative_to(ROOT).as_posix()
 
 
@@ -66,7 +66,7 @@ def functions(path: Path) -> list[Function]:
 
 
 def imports(path: Path, *, at_module: bool = False) -> set[str]:
-    """Dotted names that a file imports; ``at_module`` leaves out function bodies and TYPE_CHECKING blocks."""
+    """Returns the dotted names that a file imports. ``at_module``: without function bodies and TYPE_CHECKING blocks."""
     return {name for node in _import_nodes(tree(path), at_module) for name in _dotted(node, path)}
 
 
@@ -91,7 +91,7 @@ def _dotted(node: ast.Import | ast.ImportFrom, path: Path) -> Iterator[str]:
 
 @cache
 def modules() -> dict[str, Path]:
-    """Every module of the package by its dotted name; a package is its ``__init__``."""
+    """Returns the file of every module by its dotted name; for a package, its ``__init__``."""
     found = {}
     for path in files():
         parts = path.relative_to(ROOT).with_suffix("").parts
@@ -100,7 +100,7 @@ def modules() -> dict[str, Path]:
 
 
 def runtime_imports() -> dict[str, set[str]]:
-    """Return for each module the modules of the package that its import loads."""
+    """Returns for each module the modules of the package that it imports at import time."""
     graph = {}
     for name, path in modules().items():
         wanted = imports(path, at_module=True)
@@ -110,7 +110,7 @@ def runtime_imports() -> dict[str, set[str]]:
 
 
 def own_names(path: Path) -> dict[str, str]:
-    """Names that a file gives to what it imports from this package, and what they stand for."""
+    """Returns the names under which a file imports parts of this package, with their dotted names."""
     found: dict[str, str] = {}
     for node in nodes(path, ast.Import):
         for alias in node.names:

@@ -1,7 +1,7 @@
 """Runs ``tw.fit``, ``tw.watch`` and the demo as on macOS or Windows: ``python -m tests.other_system PLATFORM FOLDER``.
 
-Only code of the package sees the other system: the modules, functions and constants that it lacks, ``sys.platform``,
-and for Windows files that cannot be renamed or deleted while they are open.
+Only code of the package sees the simulated system: ``sys.platform``, missing modules, functions and constants, and on
+Windows open files that cannot be renamed or deleted.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ IMPORTED_FIRST = (
     "asyncio", "concurrent.futures", "multiprocessing.connection", "numpy", "psutil", "pydantic", "rich.console",
     "safetensors.torch", "torch.utils.data", "typer", "uvicorn",
 )  # fmt: skip
-"""Other packages choose their code by the system when they are imported: the real one."""
+"""Imported before the simulation begins, because these packages choose their code by ``sys.platform``."""
 STANDARD = {"pathlib", "io", "os", "shutil", "tempfile", "codecs", "tokenize", "linecache"}
 MODULES = {"darwin": (), "win32": ("fcntl", "resource", "pwd", "grp", "termios", "tty", "pty", "posix", "syslog")}
 
@@ -50,11 +50,11 @@ def _is_ours(depth: int = 2) -> bool:
 
 
 def _restrict(module: types.ModuleType, lacking: tuple[str, ...], **other: object) -> None:
-    """Hide the names that begin with one of ``lacking`` from the package, which sees the values in ``other``."""
+    """Hides the names that begin with one of ``lacking`` from the package, and shows it the values in ``other``."""
     taken = [name for name in vars(module) if name in other or (lacking and name.startswith(lacking))]
     hidden = {name: vars(module).pop(name) for name in taken}
 
-    def found(name: str) -> Any:  # called for what is not in the module: other attributes are as fast as before
+    def found(name: str) -> Any:  # called only for names that are not in the module, so others stay fast
         if name in hidden and not _is_ours():
             return hidden[name]
         if name in other:
@@ -76,7 +76,7 @@ def _refuse_imports(refused: tuple[str, ...]) -> None:
 
 
 def _caller() -> str:
-    """Return the name of the module that opens a file, without those of the standard library in between."""
+    """Returns the name of the module that opens a file, skipping modules of the standard library in between."""
     frame = sys._getframe(2)
     while frame is not None:
         name = str(frame.f_globals.get("__name__", ""))
@@ -123,7 +123,7 @@ def _hook(platform: str) -> Callable[[str, tuple[Any, ...]], None]:
 
 
 class _Locks(types.ModuleType):
-    """Windows' ``msvcrt``, whose locks here are those of POSIX."""
+    """Simulates Windows' ``msvcrt`` with POSIX locks."""
 
     LK_NBLCK, LK_NBRLCK, LK_UNLCK = 2, 4, 0
 
@@ -144,7 +144,7 @@ class _Locks(types.ModuleType):
 
 
 def become(platform: str) -> None:
-    """Be as on ``platform``, "darwin" or "win32"."""
+    """Simulates ``platform``, "darwin" or "win32", for the rest of this process."""
     for name in IMPORTED_FIRST:
         importlib.import_module(name)
     windows = WINDOWS_LACKS if platform == "win32" else {}
@@ -160,12 +160,12 @@ def become(platform: str) -> None:
 
 
 def _no_signal_0(pid: int, number: int) -> None:
-    """On Windows any signal but two ends the process, and 0 is Ctrl-C."""
+    """Fails: on Windows, all signals but two end the process, and 0 is Ctrl-C."""
     raise AssertionError("os.kill on Windows ends the process")
 
 
 def fit(folder: Path) -> None:
-    """Train, and resume in the same folder, whose lock and checkpoint are those of the first run."""
+    """Trains, and resumes in the same folder, with the lock file and the checkpoint of the first run."""
     import torch
 
     import trainwright as tw

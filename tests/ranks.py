@@ -1,4 +1,4 @@
-"""Several ranks of one run, as torchrun would start them: processes that meet over gloo."""
+"""Starts several ranks of one run with the environment of torchrun. The processes communicate over gloo."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from trainwright.checkpoint.tensor_file import open_tensors
 
 
 def tensors_in(checkpoint: Path, *parts: str) -> dict[str, Tensor]:
-    """The tensors of a checkpoint by name, whichever number of ranks wrote it; by default the weights."""
+    """Returns the full tensors of a checkpoint of any number of ranks, by name. Default: the weights."""
     return {
         name: read_whole(each) for part in parts or ("model",) for name, each in open_tensors(checkpoint, part).items()
     }
 
 
 def start(code: str, ranks: int, *arguments: str, cwd: Path, attempt: int = 0, job: str = "test") -> list[Forked]:
-    """Starts ``code`` as every rank of a run of ``ranks`` processes; a new process each."""
+    """Starts ``code`` in one process for each rank."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -35,7 +35,7 @@ def start(code: str, ranks: int, *arguments: str, cwd: Path, attempt: int = 0, j
 
 
 def run(code: str, ranks: int, *arguments: str, cwd: Path, attempt: int = 0, timeout: float = 120) -> list[Forked]:
-    """Runs ``code`` as every rank, or in this many alone, to its end."""
+    """Runs ``code`` in one process for each rank until all have ended. A single rank gets no process group."""
     cwd.mkdir(exist_ok=True)
     if ranks == 1:
         started = [Forked(code, *arguments, cwd=cwd, env={"OMP_NUM_THREADS": "1"})]
@@ -47,12 +47,12 @@ def run(code: str, ranks: int, *arguments: str, cwd: Path, attempt: int = 0, tim
 
 
 def finish(code: str, ranks: int, *arguments: str, cwd: Path, timeout: float = 120) -> list[Forked]:
-    """As `run`, where every rank ends well."""
+    """Like ``run``. Fails unless every rank exits with 0."""
     done = run(code, ranks, *arguments, cwd=cwd, timeout=timeout)
     assert [each.returncode for each in done] == [0] * ranks, "\n".join(each.stderr[-2000:] for each in done)
     return done
 
 
 def reports(code: str, ranks: int, *arguments: str, cwd: Path) -> list[Any]:
-    """Return the JSON in the last line that each rank prints."""
+    """Returns the JSON in the last line that each rank prints."""
     return [json.loads(each.stdout.splitlines()[-1]) for each in finish(code, ranks, *arguments, cwd=cwd)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy.ma  # noqa: F401
 import rich._emoji_codes  # noqa: F401
-import torch.distributed.checkpoint  # each rank of a run that divides its state imports it
+import torch.distributed.checkpoint  # imported by each rank of a run with sharded state
 import torch.distributed.pipelining  # noqa: F401
 
 import trainwright.cli
@@ -18,7 +18,7 @@ from trainwright.doctor.discovery import all_checks
 from trainwright.report.pages.render import templates
 from trainwright.runs.provenance import provenance
 
-for name in templates().list_templates(extensions=["html"]):  # to compile them takes twice as long as a small run
+for name in templates().list_templates(extensions=["html"]):  # compiling them takes twice as long as a small run
     templates().get_template(name)
 all_checks()
-provenance(data_fingerprints={}, seeds={}, command=[])  # it reads the versions of all packages once
+provenance(data_fingerprints={}, seeds={}, command=[])  # reads the versions of all packages, which are cached

@@ -1,4 +1,4 @@
-"""A small net of many shapes and its training, shared by the tests of the optimizers."""
+"""A small network with parameters of many shapes, and its training, for the tests of the optimizers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LR, DECAY = 0.03, 0.1
 
 
 class Net(nn.Module):
-    """Conv, matrices tall, wide and square, a norm and an embedding."""
+    """A convolution, tall, wide and square matrices, a norm and an embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ def net(dtype: torch.dtype = torch.float64, seed: int = 0) -> Net:
 
 
 def fill_grads(model: nn.Module, step: int, poison: float | None = None) -> None:
-    """The gradients of the model on this step's own batch; ``poison`` goes into one element of each."""
+    """Computes the gradients on the batch of ``step``. ``poison`` replaces one element of each gradient."""
     ids = torch.randint(0, 7, (5, 9), generator=torch.Generator().manual_seed(step))
     model.zero_grad()
     nn.functional.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()

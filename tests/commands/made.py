@@ -1,4 +1,4 @@
-"""Functions that return what ``tw.fit`` takes, for the tests of verbs."""
+"""Functions that return arguments of ``tw.fit``, for the tests of commands."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def make() -> tuple[nn.Module, DataLoader[Any], nn.Module, torch.optim.Optimizer
 
 
 def make_by_name() -> dict[str, Any]:
-    """With further arguments of ``tw.fit``."""
+    """Returns the arguments by name, with further ones."""
     model, data, loss, optimizer = make()
     more = {"optimizer": optimizer, "val": DataLoader(dataset(), 16), "metrics": ["accuracy"]}
     return {"model": model, "data": data, "loss": loss, **more}

@@ -1,4 +1,4 @@
-"""Shared by the tests of the engine: batches cut by hand, and a probe of the gradients inside a step."""
+"""Helpers of the engine's tests: batches, gradients as a probe receives them, and comparisons."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainwright.engine.step import StepResult, make_step
 
 
 def cut(data: Sequence[Tensor], micro: int, *, first_id: int = 0) -> StepBatch:
-    """One global batch cut into micro-batches of ``micro`` rows, the last one short."""
+    """Returns one global batch in micro-batches of ``micro`` rows. The last one may be shorter."""
     rows = len(data[0])
     parts = [
         MicroBatch(tuple(t[at : at + micro] for t in data), np.arange(at, min(at + micro, rows)) + first_id)
@@ -30,7 +30,7 @@ def one_micro(data: Any, rows: int) -> StepBatch:
 
 
 def gradients(model: nn.Module, loss: Callable[..., Any], batch: StepBatch) -> Tensor:
-    """All gradients of one engine step, as one vector: what a probe sees."""
+    """Returns all gradients of one engine step, as received by a probe, in one vector."""
     seen: list[Tensor] = []
 
     def look(state: TrainState) -> Mapping[str, Tensor]:

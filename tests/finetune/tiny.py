@@ -22,7 +22,7 @@ SIZES: dict[str, Any] = {
 
 
 def llama(**changed: Any) -> Any:
-    """A Llama with the same new weights at each call."""
+    """Returns a Llama with random weights, the same at each call."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -37,7 +37,7 @@ def reward_llama(**changed: Any) -> Any:
 
 
 def supervised(lengths: list[int] | None = None) -> list[dict[str, Tensor]]:
-    """Samples whose first labels carry no loss; as many as lengths."""
+    """Returns a sample for each length. Up to three first labels are ignored."""
     draw = torch.Generator().manual_seed(1)
     samples = []
     for length in lengths or [9, 5, 6, 14, 13, 14, 7, 13, 12, 18, 9, 11, 5, 4, 12, 10]:
@@ -49,7 +49,7 @@ def supervised(lengths: list[int] | None = None) -> list[dict[str, Tensor]]:
 
 
 def pairs(count: int = 16) -> list[dict[str, Tensor]]:
-    """Preference samples: a prompt, which carries no loss, and two completions."""
+    """Returns preference samples: a prompt with ignored labels, and two completions."""
     draw = torch.Generator().manual_seed(2)
 
     def ids(low: int, high: int) -> Tensor:
@@ -71,7 +71,7 @@ def prompt_length(sample: dict[str, Tensor]) -> int:
 
 
 def log_prob(model: nn.Module, sample: dict[str, Tensor], which: str) -> Tensor:
-    """The log-probability of a completion, alone."""
+    """Returns the log-probability of a completion, computed without other samples."""
     ids_T, labels_T = sample[f"{which}_input_ids"], sample[f"{which}_labels"]
     logits_TV = model(input_ids=ids_T[None], use_cache=False).logits[0, :-1].log_softmax(-1)
     chosen_T = labels_T[1:] != -100

@@ -1,4 +1,4 @@
-"""Tokenizers made here, without a download: byte-level BPE on a few sentences, with the special tokens of a family."""
+"""Tokenizers that need no download: byte-level BPE trained on a few sentences, with special tokens of real models."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _backend(control: tuple[str, ...], unknown: str | None) -> str:
 
     made = Tokenizer(models.BPE(unk_token=unknown) if unknown else models.BPE())
     special = [*control, *([unknown] if unknown else [])]
-    if unknown:  # without an alphabet of bytes, other characters are unknown
+    if unknown:  # no byte alphabet, so that other characters become the unknown token
         made.pre_tokenizer = pre_tokenizers.Metaspace()
         made.decoder = decoders.Metaspace()
         trainer = trainers.BpeTrainer(
@@ -59,10 +59,7 @@ def make_tokenizer(
     control: tuple[str, ...] = CONTROL,
     unknown: str | None = None,
 ) -> Any:
-    """Return a fast tokenizer with a chat template; with ``adds_bos`` it begins every text with its begin token.
-
-    With ``adds_eos`` it ends every text with its end token.
-    """
+    """Return a fast tokenizer with a chat template. ``adds_bos`` and ``adds_eos``: it adds the token to every text."""
     from tokenizers import Tokenizer
     from tokenizers.processors import TemplateProcessing
     from transformers import PreTrainedTokenizerFast

@@ -14,7 +14,7 @@ COMMIT = "c" * 40
 
 
 class Hub(ThreadingHTTPServer):
-    """Holds the files of the repository ``user/tiny``, and the requests that it received."""
+    """Holds the files of the repository ``user/tiny``, and the received requests."""
 
     daemon_threads = True
 

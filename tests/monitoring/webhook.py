@@ -1,4 +1,4 @@
-"""A server on the loopback that takes alerts as Slack does."""
+"""A local server that receives alerts as Slack does."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ GENEROUS_S = 60.0
 
 
 class Hook(ThreadingHTTPServer):
-    """Answers 500 so many times, then 200; keeps what it took."""
+    """Answers 500 to the first ``failures`` requests, then 200. ``taken``: the accepted alerts."""
 
     daemon_threads = True
 
@@ -25,7 +25,7 @@ class Hook(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}/services/S3CRET"
 
     def wait(self) -> None:
-        """For the next alert that is taken."""
+        """Waits for the next accepted alert."""
         assert self.arrived.acquire(timeout=GENEROUS_S), "no alert came"
 
 
@@ -43,4 +43,4 @@ class Handler(BaseHTTPRequestHandler):
             self.server.arrived.release()
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002
-        """Nothing is printed."""
+        """Prints nothing."""

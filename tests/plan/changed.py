@@ -1,4 +1,4 @@
-"""Plans with other predictions or cadences."""
+"""Returns copies of plans with changed predictions or cadences."""
 
 from __future__ import annotations
 

@@ -9,13 +9,13 @@ GIB = 1 << 30
 
 
 def moment(phase: Phase, **held: float) -> Moment:
-    """Bytes by kind in GiB."""
+    """Returns a moment that holds these sizes, in GiB by kind."""
     sizes: dict[Kind, int] = {kind: round(size * GIB) for kind, size in held.items()}  # type: ignore[misc]
     return Moment(phase, 0, "blocks.0", "mm", sizes)
 
 
 def trace(samples: int, *, state: float = 8.0, kept: float = 1.0, again: bool = False, flops: int = 10**12) -> Trace:
-    """``state`` GiB of weights, half as much of gradients, twice of moments; ``kept`` GiB of activations a sample."""
+    """Weights of ``state`` GiB, half of it for gradients, twice for moments; ``kept`` GiB of activations per sample."""
     held = {"weights": state, "optimizer": 2 * state, "inputs": 0.01 * samples}
     grads, acts = state / 2, kept * samples
     moments = (

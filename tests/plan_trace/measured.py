@@ -1,4 +1,4 @@
-"""Memory of a real step as the CPU allocator reports it, to compare a simulated step with."""
+"""Memory of a real step as reported by the CPU allocator, to compare with that of a simulated step."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def measured_peak(
     accumulation: int = 1,
     checkpointing: Checkpointing | None = None,
 ) -> int:
-    """Bytes: the largest running sum of the allocator's events in the second step, all of the model's included."""
-    gc.collect()  # else what an earlier test left may be freed within, and counts against this one
+    """Returns the peak memory of the second step in bytes, including the model: the running sum of allocator events."""
+    gc.collect()  # else objects of an earlier test may be freed during the measurement
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         subject = make(torch.device("cpu"))
         if checkpointing is not None:

@@ -1,4 +1,4 @@
-"""Small models with their loss, optimizer and batch, made on the device that is given."""
+"""Small models with their loss, optimizer and batch, created on the default device: the tracer sets it to ``device``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Causes of a slow loop that recipes can name."""
+"""Datasets, models and observers that slow a loop down, to be named in recipes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Rows(Dataset[tuple[Tensor, Tensor]]):
 
 
 class Net(nn.Module):
-    """Two layers; ``tiny`` small operators, and a value that is read on the host where it ``syncs``."""
+    """Two layers, after ``tiny`` small operators and, with ``syncs``, a value that is read on the host."""
 
     def __init__(self, tiny: int = 0, syncs: bool = False) -> None:
         super().__init__()
@@ -44,13 +44,13 @@ class Net(nn.Module):
 
 
 def in_memory() -> Dataset[tuple[Tensor, ...]]:
-    """The same rows several times over, which are read in whole batches."""
+    """Returns the rows four times in a TensorDataset, which is read in full batches."""
     rows = Rows()
     return TensorDataset(rows.x.repeat(4, 1), rows.y.repeat(4))
 
 
 class Wide(nn.Sequential):
-    """Nearly all of a step is one product."""
+    """Nearly all time of a step is one matrix product."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(16, 1024), nn.Linear(1024, 1024), nn.Linear(1024, 4))

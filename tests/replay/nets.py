@@ -1,4 +1,4 @@
-"""The models and optimizers that bundles are written of; built here and again in another process."""
+"""Models and optimizers for the tests of bundles. They are built in the test and again in another process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ KINDS = ["plain-fp32", "norm-fp32", "norm-bf16", "lstm-fp32", "again-fp32", "aga
 
 
 class Lstm(nn.Module):
-    """It counts its calls, and keeps a mean of its inputs in a list, which is no part of its state_dict."""
+    """Counts its calls, and keeps a mean of its inputs in a list, which is not part of its state_dict."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Again(nn.Module):
 
 
 def build(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Also called in the other process, by ``built_*`` in a file that the test writes."""
+    """Returns the model and optimizer of a kind. ``built_*`` in a file of the test call it in the other process."""
     name = kind.split("-", maxsplit=1)[0]
     model: nn.Module
     if name == "lstm":

@@ -1,4 +1,4 @@
-"""A real browser for the tests of pages: Chromium, by its DevTools protocol over a pipe. No driver, no package."""
+"""A real browser for the tests of pages: Chromium, controlled by its DevTools protocol over a pipe."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WAIT_S = 60.0
 
 
 class Browser:
-    """A tab, or several. ``errors`` are what consoles say of errors, ``requests`` the addresses that were asked for."""
+    """One or more tabs. ``errors``: errors in the consoles. ``requests``: the requested addresses."""
 
     def __init__(self, to: int, from_: int) -> None:
         self._to, self._from, self._unread = to, from_, b""
@@ -35,7 +35,7 @@ class Browser:
         self.new_tab()
 
     def new_tab(self, *, window: bool = False) -> str:
-        """Opens a tab before the others, which are hidden then, or a window beside them. Returns its name."""
+        """Opens a tab, which hides the others, or a new window. Returns its session id."""
         self.tab = ""
         target = self.call("Target.createTarget", url="about:blank", newWindow=window)["targetId"]
         self.tab = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
@@ -89,7 +89,7 @@ class Browser:
             self.errors.append(str(params["args"]))
 
     def open(self, url: str, *, width: int = 1280, height: int = 900, dark: bool = False) -> None:
-        """Goes there, and waits until the page is drawn."""
+        """Opens an address, and waits until the page is loaded."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
@@ -105,7 +105,7 @@ class Browser:
         return said["result"].get("value")
 
     def until(self, expression: str) -> float:
-        """Waits until the expression is true. Returns for how long."""
+        """Waits until a JavaScript expression is true. Returns the waiting time in seconds."""
         begin_s = time.monotonic()
         while not self._is_true(expression):
             assert time.monotonic() - begin_s < WAIT_S, f"never: {expression}"
@@ -116,12 +116,12 @@ class Browser:
         try:
             return bool(self.value(expression))
         except AssertionError as error:
-            if "navigated" not in str(error):  # a form that was sent loads its page again
+            if "navigated" not in str(error):  # a submitted form loads its page again
                 raise
             return False
 
     def picture(self, path: Path, *, whole: bool = False) -> None:
-        """Writes a PNG of what is seen, or of the whole page."""
+        """Writes a PNG of the visible part, or with ``whole`` of the full page."""
         size = self.call("Page.getLayoutMetrics")["cssContentSize"]
         clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
         more = {"clip": clip, "captureBeyondViewport": True} if whole else {}
@@ -137,7 +137,7 @@ def browser_in(folder: Path) -> Iterator[Browser]:
     high_in, high_out = (fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10) for fd in (theirs_in, theirs_out))
 
     def take_3_and_4() -> None:
-        """The protocol is spoken over these two numbers."""
+        """Chromium reads its commands from descriptor 3 and writes answers to 4."""
         os.dup2(high_in, 3)
         os.dup2(high_out, 4)
 

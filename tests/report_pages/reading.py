@@ -1,4 +1,4 @@
-"""Reads a page that was written."""
+"""Parses a generated page."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Page(HTMLParser):
-    """The elements of a page by tag, with their attributes; the text outside of scripts and styles."""
+    """The elements of a page as (tag, attributes), and the text outside of scripts and styles."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

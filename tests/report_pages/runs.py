@@ -1,4 +1,4 @@
-"""Run folders for the tests of pages, written by the run log's own writer: nothing is trained."""
+"""Run folders for the tests of pages, written with LogWriter. Nothing is trained."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def found(code: str = "optim.lr_too_high", at_step: int = 20, *, text: str = "th
 def make_run(
     root: Path, name: str, records: Iterable[Record], *, settings: Mapping[str, object] | None = None
 ) -> RunFolder:
-    """A run of our own engine; without ``settings`` one of a watched loop, which has no recipe."""
+    """Creates a run of the Trainwright engine; without ``settings``, one of a watched loop, which has no recipe."""
     folder = RunFolder.create(root, name)
     if settings is not None:
         parts = {"model": {"use": "mlp"}, "data": {"train": {"use": "digits"}}}

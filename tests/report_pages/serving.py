@@ -32,7 +32,7 @@ class Site:
     def ask(
         self, path: str, *, headers: Mapping[str, str] | None = None, method: str = "GET", body: object = None
     ) -> Answer:
-        """A request with the cookie, unless other headers are given; with a ``body``, it is a POST of JSON."""
+        """Sends a request with the cookie, or with ``headers`` instead. A request with a ``body`` is a POST of JSON."""
         if body is not None:
             method, headers = (
                 "POST",

@@ -1,4 +1,4 @@
-"""A run folder with everything in it, and what may become of its files."""
+"""A run folder with every kind of file, and ways to damage the files."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from trainwright.runs.supervision import DecodedSample, LossShare, MarkedText, S
 
 
 def make_whole_run(root: Path) -> Path:
-    """Trains a few steps, and adds what other commands write."""
+    """Trains a few steps, and adds the files that other commands write."""
     torch.manual_seed(0)
     inputs = torch.randn(64, 6)
     data = TensorDataset(inputs, (inputs.sum(1) > 0).long())
@@ -159,13 +159,13 @@ ODD: tuple[object, ...] = (
     *(-1, 0, 10**19, 10**39, int("9" * 400), 1e308, -1e308, 1e-308, True, None),
     *("x", "", "NaN", "Infinity", "\ud800", "\x1b[2J\u202e", [], [{}], {}, {"x": 1}),
 )
-"""Values that no run writes in most places."""
+"""Values that are invalid in most places."""
 RAW = ("@Infinity@", "@NaN@", "@1e999@")
-"""Numbers that Python reads and JSON does not have."""
+"""Numbers that Python's parser accepts although they are not JSON."""
 
 
 def paths_in(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The paths of all values, of lists the first two."""
+    """Yields the paths of all values; of lists, only of the first two items."""
     items = value.items() if isinstance(value, dict) else enumerate(value[:2]) if isinstance(value, list) else ()
     for key, each in items:
         yield (*at, key)
@@ -173,7 +173,7 @@ def paths_in(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def mutants(value: Any, number: int = 0) -> Iterator[str]:
-    """The JSON of a value with one of its values replaced by an odd one: every second path once, by turns."""
+    """Yields the JSON of ``value`` with one inner value replaced. Even and odd ``number`` replace alternate paths."""
     for turn, path in enumerate([*paths_in(value)][number % 2 :: 2], number):
         changed = json.loads(json.dumps(value))
         inside = changed

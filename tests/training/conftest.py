@@ -1,4 +1,4 @@
-"""Folders that runs are started in: each test has one of its own, so that it leaves no run elsewhere."""
+"""Working directories: each test runs in a folder of its own, so that it leaves no run elsewhere."""
 
 from __future__ import annotations
 

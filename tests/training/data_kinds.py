@@ -1,4 +1,4 @@
-"""Kinds of data, each made anew by every process that trains on it; an epoch of most is 5 batches of 8 samples."""
+"""Kinds of data. Each process that trains on one creates it. An epoch of most kinds has 5 batches of 8 samples."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Y = torch.arange(SIZE) % 3
 
 
 class Kind(NamedTuple):
-    """``make`` gives the data anew. ``exact``: a run that was killed has to go on with the same bits."""
+    """``make`` creates the data. ``exact``: a killed run must resume with the same bits."""
 
     name: str
     make: Callable[[], Any]
@@ -48,7 +48,7 @@ class Kind(NamedTuple):
 
 
 class Rows(Dataset[tuple[Tensor, Tensor]]):
-    """Augmented from all global generators."""
+    """Samples with noise from all global generators."""
 
     def __len__(self) -> int:
         return SIZE
@@ -59,7 +59,7 @@ class Rows(Dataset[tuple[Tensor, Tensor]]):
 
 
 class Stream(IterableDataset[tuple[Tensor, Tensor]]):
-    """Shuffled through a buffer; with several workers each has its share."""
+    """Shuffled through a buffer. Each worker reads every n-th sample."""
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         info, rows = get_worker_info(), Rows()
@@ -73,7 +73,7 @@ class Stream(IterableDataset[tuple[Tensor, Tensor]]):
 
 
 class ReadyStream(Stream):
-    """Gives batches instead of samples."""
+    """Yields batches instead of samples."""
 
     def __iter__(self) -> Iterator[Any]:
         items = list(super().__iter__())
@@ -87,7 +87,7 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 
 
 class OfGenerator(Sampler[int]):
-    """Draws from a generator of its own, of any kind."""
+    """Draws from its own generator: of torch, NumPy or ``random``."""
 
     def __init__(self, generator: Any) -> None:
         self.generator = generator
@@ -104,7 +104,7 @@ class OfGenerator(Sampler[int]):
 
 
 class CountsEpochs(Sampler[int]):
-    """Never told the epoch: it counts them."""
+    """Has no ``set_epoch``: it counts the epochs."""
 
     epoch = 0
 
@@ -124,7 +124,7 @@ class Unrepeatable(CountsEpochs):
 
 
 class ByLength(Sampler[list[int]]):
-    """Batches of samples of about one length, in a random order; as many tokens in each, so not as many samples."""
+    """Batches of samples of similar length in random order. They have at most 80 tokens, so their sizes differ."""
 
     def __init__(self) -> None:
         self.lengths = [1 + 7 * i % 19 for i in range(SIZE)]
@@ -142,7 +142,7 @@ class ByLength(Sampler[list[int]]):
 
 
 class Graphs:
-    """A batch of graphs, as graph libraries make it: nodes of all of them in one tensor, and which graph each is of."""
+    """A batch of graphs as in graph libraries: the nodes of all graphs in one tensor, and the graph of each node."""
 
     def __init__(self, items: list[tuple[Tensor, Tensor]]) -> None:
         sizes = torch.tensor([1 + int(y) for _, y in items])
@@ -158,7 +158,7 @@ class ReadyGraphs:
 
 
 class Shuffled:
-    """As WebLoader: an iterable without a length that shuffles from the global generators."""
+    """Like WebLoader: an iterable without a length that shuffles with the global generators."""
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         items = batches()
@@ -168,7 +168,7 @@ class Shuffled:
 
 
 class Resets:
-    """As DALI: its own iterator, which begins again after ``reset()`` and gives a list of dicts."""
+    """Like DALI: its own iterator, which begins again after ``reset()`` and yields lists of dicts."""
 
     def __init__(self) -> None:
         self.at = 0
@@ -188,7 +188,7 @@ class Resets:
 
 
 class Stateful:
-    """As StatefulDataLoader or mosaic's: it reads two batches ahead, and knows how many it has given."""
+    """Like StatefulDataLoader or mosaic streaming: it prefetches, and its state has the number of yielded batches."""
 
     def __init__(self, extra: Any = None) -> None:
         self.given, self.epoch, self.extra, self._from = 0, 0, extra, 0
@@ -212,7 +212,7 @@ class Stateful:
 
 
 class StatefulIterator:
-    """As Grain: the iterator has the state, and batches are arrays of NumPy."""
+    """Like Grain: the iterator has the state, and batches are NumPy arrays."""
 
     def __init__(self) -> None:
         self.at = 0
@@ -248,7 +248,7 @@ class Entropy:
 
 
 class OfDicts(Dataset[dict[str, Tensor]]):
-    """As a Dataset of Hugging Face with ``set_format("torch")``: it is asked for several rows at once, as dicts."""
+    """Like a Hugging Face Dataset with ``set_format("torch")``: rows are dicts, and several are read at once."""
 
     def __len__(self) -> int:
         return SIZE
@@ -300,14 +300,14 @@ def distributed() -> DataLoader[Any]:
 
 
 class Subclass(DataLoader[Any]):
-    """As Accelerate's shards: a DataLoader that iterates in its own way."""
+    """Like Accelerate's loaders: a DataLoader with its own ``__iter__``."""
 
     def __iter__(self) -> Any:
         return ((x * 0.5, y) for x, y in super().__iter__())
 
 
 def in_files() -> OpenFiles:
-    """Three files of other sizes, whose samples are augmented as they are read."""
+    """Three files of different sizes, whose samples are augmented when they are read."""
 
     def read(path: str) -> Iterator[tuple[Tensor, Tensor]]:
         first = int(path)
@@ -383,7 +383,7 @@ KINDS = [
 
 
 def parts_of(batch: Any) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of a batch of any kind."""
+    """Returns inputs and targets of a batch of any kind."""
     if isinstance(batch, Graphs):
         return torch.zeros(len(batch.y), 4).index_add_(0, batch.batch, batch.x), batch.y
     if isinstance(batch, list) and isinstance(batch[0], dict):

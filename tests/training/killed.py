@@ -1,9 +1,9 @@
-"""Trains each kind of data three times: to the end, until a SIGKILL within an epoch, and on from there.
+"""Trains on each kind of data three times: to the end, until a SIGKILL within an epoch, and resumed from there.
 
     python -m tests.training.killed docs/how-to/data.md
 
-writes the table of that page. What is killed and what goes on are processes of their own, forked from the one that
-trains without a kill: it has loaded what they need.
+writes the table of that page. The killed and the resumed training are processes forked from the one that trains to the
+end, which has already imported everything.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from trainwright.data.ready_batches import ReadyBatches
 from trainwright.data.unwrap import Unwrapped, unwrap
 
 SAVE_EVERY, KILLED_AT, UNTIL = 4, 10, 13
-"""Steps: of an epoch of 5 batches, the checkpoint of step 8 lies in the middle, and so does the kill."""
+"""Steps. An epoch has 5 batches, so the checkpoint of step 8 is within an epoch. The kill comes two steps later."""
 SAVED = KILLED_AT // SAVE_EVERY * SAVE_EVERY
 MARK = "<!-- made by tests/training/killed.py -->\n"
 
 
 @dataclass
 class Records(tw.Observer):
-    """Appends what each step was trained on; kills its own process after a step."""
+    """Appends the samples of each step to a file. Kills its own process after step ``kill_at``."""
 
     file: Path
     kill_at: int | None
@@ -66,7 +66,7 @@ class Trained:
 
     @property
     def statuses(self) -> list[int]:
-        """Exit statuses of the two that were forked, as ``os.waitpid`` gives them."""
+        """Exit statuses of the two forked processes, as returned by ``os.waitpid``."""
         return list(map(int, (self.folder / "statuses").read_text().split()))
 
     @cached_property
@@ -79,7 +79,7 @@ class Trained:
 
     @property
     def in_parts(self) -> dict[int, list[Any]]:
-        """Return the samples that the final weights have seen. Steps that the kill lost count once."""
+        """Return the samples that the final weights were trained on. Steps after the checkpoint count once."""
         return _steps(self.folder / "parts" / "first") | self.resumed
 
     @property
@@ -112,7 +112,7 @@ class Trained:
 
     @property
     def how(self) -> str:
-        """How it was resumed."""
+        """How the kind is resumed, as text for the table."""
         said = self.notes.get("resumed", "")
         exact = "exact" if self.kind.exact else "**not exact, and it says so**"
         if not said:
@@ -129,7 +129,7 @@ def _steps(file: Path) -> dict[int, list[Any]]:
 
 
 def table(trained: list[Trained]) -> str:
-    """The table of docs/how-to/data.md."""
+    """Returns the table of docs/how-to/data.md."""
     lines = [f"| {each.kind.name} | {each.ids} | {each.how} |" for each in trained]
     return "\n".join(["| data | sample id | resume within an epoch |", "|---|---|---|", *lines]) + "\n"
 
@@ -183,7 +183,7 @@ def run(folder: Path, first: int, every: int, kinds: list[Kind] = KINDS) -> None
             each.mkdir(parents=True)
         train(kind, whole, None, None)
         gc.collect()
-        gc.freeze()  # what a collection looks through in a fork is copied
+        gc.freeze()  # a collection in a forked process would copy the pages of all objects that it visits
         statuses = [in_child(kind, parts, kill_at=KILLED_AT), in_child(kind, parts, resumes=True)]
         (folder / str(number) / "statuses").write_text(" ".join(map(str, statuses)))
 

@@ -1,4 +1,4 @@
-"""Kinds of data from the libraries that people bring along: the libraries themselves, where they are installed."""
+"""Kinds of data from other libraries, which are skipped if the library is not installed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.training.data_kinds import BATCH, SIZE, Kind, Rows, X, Y
 
 
 def hugging_face() -> Any:
-    """Rows are dicts of lists, as ``map(tokenize)`` leaves them."""
+    """Rows are dicts of lists, like the result of ``map(tokenize)``."""
     from datasets import Dataset
 
     return Dataset.from_dict({"x": X.tolist(), "label": Y.tolist()})

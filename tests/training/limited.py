@@ -1,10 +1,10 @@
-"""A process whose memory the kernel limits: trains a step that is too large for it, and prints what came of it.
+"""A process with a memory limit of the kernel. Trains a step that is too large for the limit, and prints the outcome.
 
     python limited.py '{"model": "dropout", "micro": 64, "steps": 20, "limit_mib": 20}'
 
-``limit_mib`` is what it may take beyond what it holds once it has trained on two samples, or after step
-``limit_after``, from which on the layer is ``wider`` times as wide; left out: no limit. The wide layer keeps about
-half a MiB a sample for its backward pass. With ``ranks`` it is one of several processes that meet in the file ``meet``.
+``limit_mib`` is the memory that it may allocate beyond what it holds after a warm-up step, or after step
+``limit_after``, when the layer also becomes ``wider`` times as wide. Default: no limit. The wide layer keeps about half
+a MiB per sample for its backward pass. With ``ranks``, it is one of several processes that meet in the file ``meet``.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from trainwright.errors import TrainwrightError
 
 WIDE = 1024
 BATCH, SMALL = 64, 4
-SLACK_MIB = 4  # for Python's own while the heap is filled
-TAKEN: list[Tensor] = []  # of the heap; never written, so it takes no memory but only its place
+SLACK_MIB = 4  # for Python's own allocations while the heap is filled
+TAKEN: list[Tensor] = []  # fills the free parts of the heap. Never written, so it uses addresses but no pages.
 
 
 class Wide(nn.Module):
-    """x_BD -> x_BD by way of x_BDW: much memory, few weights."""
+    """x_BD -> x_BDW -> x_BD: large activations, few weights."""
 
     width = WIDE
 
@@ -78,7 +78,7 @@ class Hungry(nn.Module):
         return self.last(self.wide(x_BD))  # type: ignore[no-any-return]
 
     def _of_vector(self, x_BD: Tensor) -> Tensor | float:
-        """Used from the third step on, or at once; then each pass leaves 5 MiB that the collector alone can free."""
+        """``kind`` "later": used from the third step on. "vector": used at once; each pass leaves a cycle of 5 MiB."""
         assert self.vector is not None
         if self.kind == "later":
             return self.vector.sum() if float(self.table[0]) > 2 * BATCH / SMALL else 0.0
@@ -104,10 +104,10 @@ def batches(micro: int, steps: int, *, first: int = 0) -> list[tw.StepBatch]:
 
 
 def limit_memory(mib: int) -> None:
-    """From here on ``mib`` can be allocated.
+    """Limits further allocations to ``mib``.
 
-    What the heap has free would come on top of that, and differs from machine to machine: so it is taken first, and
-    large blocks are none of the heap's from here on.
+    The free parts of the heap would come on top of this limit and differ between machines. They are therefore allocated
+    first, and large blocks no longer come from the heap.
     """
     give_back(torch.device("cpu"))
     set_limit(SLACK_MIB)
@@ -120,7 +120,7 @@ def limit_memory(mib: int) -> None:
 
 
 def set_limit(mib: int) -> None:
-    """So many MiB beyond what is reserved now."""
+    """Sets the limit of the data segment to ``mib`` above its present size."""
     data = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData"))
     most = int(data.split()[1]) * 1024 + mib * 2**20
     resource.setrlimit(resource.RLIMIT_DATA, (most, resource.RLIM_INFINITY))
@@ -131,7 +131,7 @@ def hashed(*tensors: Tensor) -> str:
 
 
 class Listening:
-    """Keeps what the steps said; after step ``limit_after`` it limits the memory."""
+    """Keeps losses and reports of memory shortages. Limits the memory after step ``limit_after``."""
 
     def __init__(self, limit_after: int | None = None, mib: int = 0, wider: int = 1) -> None:
         self.limit_after, self.mib, self.wider = limit_after, mib, wider
@@ -149,7 +149,7 @@ class Listening:
 
 
 class Saving:
-    """Saves the state into a folder, when asked to."""
+    """Saves the state only when called or for a rescue, if there is a folder."""
 
     def __init__(self, folder: str | None) -> None:
         self.folder = folder
@@ -167,7 +167,7 @@ class Saving:
 
 
 def fit(ask: dict[str, Any]) -> dict[str, Any]:
-    """A whole run, doctor and log included; the memory is limited after its second step."""
+    """A full run with doctor and log. The memory is limited after the second step."""
     torch.set_num_threads(1)
     torch.manual_seed(1)
     draw = torch.Generator().manual_seed(0)
@@ -191,7 +191,7 @@ def main(ask: dict[str, Any]) -> dict[str, Any]:
     gc.disable()
     kind, steps, micro = ask.get("model", "plain"), ask["steps"], ask.get("micro", BATCH)
     warm = tw.TrainState(model := Hungry("plain"), tw.make_optimizer("adamw", model, lr=1e-3))
-    tw.make_step(loss)(warm, batches(2, 1)[0])  # threads, kernels and Python's own are there before the limit is
+    tw.make_step(loss)(warm, batches(2, 1)[0])  # loads threads, kernels and modules before the limit is set
     del warm, model
     torch.manual_seed(1)
     random.seed(1)

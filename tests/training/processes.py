@@ -1,4 +1,4 @@
-"""A slow recipe, and the command line as a call or as a process of its own."""
+"""A slow recipe, and the command line as a function call or as a process."""
 
 from __future__ import annotations
 

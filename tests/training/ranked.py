@@ -1,4 +1,4 @@
-"""Runs of several ranks that tests compare, kill and stop."""
+"""Starts and compares runs of several ranks, which tests kill or stop."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def last_weights(run: Path) -> bytes:
 
 
 def numbers_of(record: dict[str, Any]) -> dict[str, float]:
-    """Loss, norm, weight and metrics; a step in which nothing counts has a loss that is not a number."""
+    """Returns loss, norm, weight and metrics of a record. The loss is NaN if the weight of the step is 0."""
     own = {name: record[name] for name in ("loss", "grad_norm", "weight") if name in record}
     return {
         name: float(value) for name, value in {**own, **record.get("probed", {}), **record.get("metrics", {})}.items()
@@ -65,7 +65,7 @@ def numbers_of(record: dict[str, Any]) -> dict[str, float]:
 
 
 def compare(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
-    """Losses are within 1e-6: eight roundings of a number of 1 to 2 in fp32; what is larger, within 2e-6 of itself."""
+    """Fails if losses differ by more than 1e-6 (8 roundings of fp32 numbers in [1, 2]), or other numbers by 2e-6."""
     assert [record["kind"] for record in found] == [record["kind"] for record in wanted]
     for one, other in zip(found, wanted, strict=True):
         same = ("kind", "step", "lr", "samples", "tokens", "ids_hash", "skipped")

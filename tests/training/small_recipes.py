@@ -1,4 +1,4 @@
-"""The recipes in the box, in forms that train in a second."""
+"""Settings with which the built-in recipes train in a second."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small training programs that keep state where a replay of their steps could move it.
+"""Small training programs with state that a replay of their steps could change by mistake.
 
 Each function builds one program. ``folder`` is where it may write files. Classes are defined inside of the functions,
 so that each run begins with new counters.
@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 @dataclass
 class Program:
-    """``step`` makes one update; ``state`` returns what else must be the same; ``watch`` are arguments of tw.watch.
+    """``step`` makes one update. ``state`` returns other state that must be the same. ``watch``: arguments of tw.watch.
 
     ``close`` is called at the end.
     """

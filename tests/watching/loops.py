@@ -1,4 +1,4 @@
-"""Loops that run alone and watched, and what the watch says of them."""
+"""Runs loops unwatched and watched, and reads the results of the watch."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def sgd(*modules: nn.Module, lr: float = 0.1) -> Optimizer:
 
 
 def both(loop: Callable[[Watching], Any], *, but: str = "", **options: Any) -> Any:
-    """Runs a loop alone and watched: what it returns must be the same bits. Gives the watch.
+    """Runs a loop unwatched and watched. Fails unless both return the same bits. Returns the watch.
 
-    Nothing is found critical, ``but`` the fault that a loop really has.
+    Also fails for a critical finding other than ``but``, the fault that the loop really has.
     """
     watches: list[Any] = []
 
@@ -51,7 +51,7 @@ def both(loop: Callable[[Watching], Any], *, but: str = "", **options: Any) -> A
 
 
 def said(watch: Any) -> str:
-    """What the watch says that it could not see."""
+    """Returns the symptoms of ``loop.unseen``: what the watch could not observe."""
     return " ".join(found.symptom for found in watch.findings() if found.code == "loop.unseen")
 
 
@@ -64,7 +64,7 @@ def exams(watch: Any, name: str) -> list[dict[str, Any]]:
 
 
 def replays(watch: Any) -> bool:
-    """Whether every replay gave the losses of the live step."""
+    """Returns True if every replay had the losses of the live step."""
     again = exams(watch, "again")
     return bool(again) and all(values.get("same_losses") for values in again)
 
@@ -87,7 +87,7 @@ def loop_of(
     optimizer_of: Callable[[Any], Optimizer] = sgd,
     n: int = 10,
 ) -> Callable[[Watching], list[Tensor]]:
-    """A loop for `both`: ``n`` times ``step`` with a new model and optimizer. It returns the weights."""
+    """Returns a loop for ``both`` that calls ``step`` ``n`` times with a new model, and returns the weights."""
 
     def loop(watching: Watching) -> list[Tensor]:
         model = model_of()

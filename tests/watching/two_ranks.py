@@ -1,8 +1,8 @@
-"""One of two processes that train together: runs small programs, alone and watched, and prints what came of them.
+"""One of two processes that train together. Runs small programs, unwatched and watched, and prints the outcomes.
 
     python two_ranks.py '{"rank": 0, "meet": "/tmp/x/meet", "folder": "/tmp/x", "programs": ["healthy"], "seeds": [1]}'
 
-With an even seed both ranks are watched, with an odd one only the first; then the second takes its time.
+With an even seed, both ranks are watched. With an odd seed, only the first is, and the second is slower.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def train(program: str, seed: int, rank: int, watching: Callable[..., Any]) -> t
     average = [p.detach().clone() for p in model.parameters()] if program == "sharded" else []
     with watching(inner if program == "inside" else model, optimizer, loader=loader) as watch:
         for number, (rows, target) in enumerate(batches(loader, 3 if average else 1)):
-            if average:  # parts of each weight, long enough to be searched for; and gradients are dropped late
+            if average:  # an average of sharded weights, over enough steps to be found; zero_grad() after the forward
                 loss = F.cross_entropy(model(rows), target)
                 optimizer.zero_grad()
                 loss.backward()

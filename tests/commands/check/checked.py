@@ -1,4 +1,4 @@
-"""A healthy recipe that tests change, and its check."""
+"""A healthy recipe, which tests change, and the results of ``trainwright check`` for it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from trainwright.recipe import from_mapping
 
 PARTS = "tests.commands.check.parts"
 AMPLE = Budget(read_s=20.0, range_s=30.0, one_batch_s=30.0, smoke_s=60.0, most_samples=1024)
-"""Each part ends by its number of samples or steps, on a busy machine as well."""
+"""Time limits that no part reaches, even on a busy machine: it ends by its number of samples or steps."""
 UNTRAINED = replace(AMPLE, range_s=0.0, one_batch_s=0.0, smoke_s=0.0)
-"""Most lines are written before training, and need none of it."""
+"""No training. Most lines of the report need none."""
 
 
 def recipe(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A healthy recipe with changes by dotted path; a value of None leaves the key out."""
+    """Returns a healthy recipe with changes by dotted path. A value of None removes the key."""
     mapping: dict[str, Any] = {
         "until": "20ep",
         "device": "cpu",
@@ -51,7 +51,7 @@ def checked(changes: Mapping[str, Any], budget: Budget = AMPLE) -> Checkup:
 
 @cache
 def checked_once(mapping: str, budget: Budget) -> Checkup:
-    """Two faults may be of one recipe."""
+    """Cached, because tests of several faults use the same recipe."""
     return check(from_mapping(json.loads(mapping)), budget=budget)
 
 

@@ -1,4 +1,4 @@
-"""Datasets, models and losses to name in recipes: healthy as they are, and broken in one way each."""
+"""Datasets, models and losses to name in recipes: healthy ones, and some with one fault each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 DIM, CLASSES = 16, 4
 TRAIN, VAL = 256, 128
-"""Samples: enough to be sure of what neighbours tell of labels."""
+"""Numbers of samples, enough for a significant test whether neighbours have equal labels."""
 
 
 def size(split: str) -> int:
@@ -22,7 +22,7 @@ def size(split: str) -> int:
 
 
 def _drawn(count: int, seed: int, classes: int = CLASSES, share: float | None = None) -> tuple[Tensor, Tensor]:
-    """Points (n, DIM) around one centre for each class, and their classes."""
+    """Returns points (count, DIM) around one centre for each class, and their classes."""
     centres = 1.5 * torch.randn(classes, DIM, generator=torch.Generator().manual_seed(7))
     generator = torch.Generator().manual_seed(seed)
     y = torch.randint(classes, (count,), generator=generator)
@@ -78,7 +78,7 @@ def numbers(split: str = "train", scale: float = 1.0) -> Dataset[Any]:
 
 
 class Augmented(Dataset[Any]):
-    """Blobs with noise, drawn anew each time; so much of it that nothing is left, if asked for."""
+    """Blobs with noise that is drawn at each read. ``destroy``: noise replaces the sample."""
 
     def __init__(self, split: str = "train", destroy: bool = False) -> None:
         self.x, self.y = _drawn(size(split), 1 if split == "train" else 2)
@@ -121,7 +121,7 @@ class Fatal(Augmented):
 
 
 class Named(Augmented):
-    """Bytes by name, normalised inside of the model; a label of -1 is not counted."""
+    """Samples as dicts of bytes, which the model normalizes. A fifth of the labels is -1, which the loss ignores."""
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:  # type: ignore[override]
         x = (32 * self.x[index] + 128).clamp(0, 255).to(torch.uint8)
@@ -129,7 +129,7 @@ class Named(Augmented):
 
 
 class Normed(nn.Module):
-    """Makes floats of bytes by itself."""
+    """Converts bytes to floats and normalizes them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ class Stream(IterableDataset[Any]):
 
 
 def images(split: str = "train") -> Dataset[Any]:
-    """8 x 8 pixels with a bright stripe at the place of the class."""
+    """Images of 8 x 8 pixels with a bright row whose position is the class."""
     count = size(split)
     y = _drawn(count, 1 if split == "train" else 2)[1]
     generator = torch.Generator().manual_seed(11 if split == "train" else 12)
@@ -162,7 +162,7 @@ def images(split: str = "train") -> Dataset[Any]:
 
 
 def tokens(split: str = "train", offset: int = 1, wild: bool = False) -> Dataset[Any]:
-    """Rows of 16 ids that count upwards by steps of 1 to 3, and what comes ``offset`` places later; one id ``wild``."""
+    """Rows of 16 ids that rise by 1 to 3 modulo 23. The targets are ``offset`` ids later. ``wild``: one id is 99."""
     generator = torch.Generator().manual_seed(1 if split == "train" else 2)
     start = torch.randint(23, (size(split), 1), generator=generator)
     ids = (start + torch.randint(1, 4, (size(split), 20), generator=generator).cumsum(1)) % 23
@@ -187,7 +187,7 @@ def frozen() -> nn.Module:
 
 
 def dead() -> nn.Module:
-    """Biases so low that no unit of the hidden layer ever answers."""
+    """Biases so low that no unit of the hidden layer is ever active."""
     model = net()
     nn.init.constant_(model[0].bias, -100.0)  # type: ignore[index]
     return model
@@ -202,7 +202,7 @@ def zeros() -> nn.Module:
 
 
 def large() -> nn.Module:
-    """Weights of ten times their size in each layer."""
+    """All parameters are 20 times their usual size."""
     model = net(depth=2)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -218,7 +218,7 @@ def convolutions() -> nn.Module:
 
 
 class Deep(nn.Module):
-    """Twelve layers of a sigmoid with nothing beside them: what comes back from the end is gone at the beginning."""
+    """Twelve sigmoid layers without skip connections, so that the gradient vanishes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -243,7 +243,7 @@ class Detached(nn.Module):
 
 
 class Blind(nn.Module):
-    """Overwrites its input."""
+    """Ignores its input: replaces it with ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -268,7 +268,7 @@ class Transformer(nn.Module):
 
 
 class Huge(nn.Module):
-    """A hundred GiB and more."""
+    """Weights of 256 GiB."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -308,14 +308,14 @@ def logarithm(output: Tensor, target: Tensor) -> Tensor:
 
 
 def sixteen_fail(output: Tensor, target: Tensor) -> Tensor:
-    """Fails for a batch of 16 samples, which only the training on one batch takes."""
+    """Fails for a batch of 16 samples. Only the training on one batch has this size."""
     if len(output) == 16:
         raise RuntimeError("16 samples failed")
     return F.cross_entropy(output, target)
 
 
 def eight_fail(output: Tensor, target: Tensor) -> Tensor:
-    """Fails for a batch of 8 samples, which a trace of 2 and 4 samples does not take."""
+    """Fails for a batch of 8 samples. The trace with 2 and 4 samples does not have this size."""
     if len(output) == 8:
         raise RuntimeError("8 samples failed")
     return F.cross_entropy(output, target)

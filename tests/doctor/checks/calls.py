@@ -1,4 +1,4 @@
-"""Recorded steps made of their calls, for tests of checks on records."""
+"""Builds records of steps from their calls, for tests of checks that need only records."""
 
 from __future__ import annotations
 

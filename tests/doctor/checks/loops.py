@@ -1,4 +1,4 @@
-"""A small loop under a watch, for tests of checks: healthy as it is, with one thing replaced."""
+"""A small watched loop for tests of checks. It is healthy unless an argument replaces a part of it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CLASSES, WIDTH, BATCH = 4, 8, 16
 
 
 def mlp(*layers: nn.Module) -> nn.Sequential:
-    """A classifier with further layers in its middle."""
+    """Returns a classifier with ``layers`` between its two linear layers."""
     return nn.Sequential(nn.Linear(WIDTH, 32), nn.ReLU(), *layers, nn.Linear(32, CLASSES))
 
 
@@ -67,7 +67,7 @@ def found(watch: tw.Watch, code: str) -> Found:
 def made_of(
     check: Check, *facts: tuple[int, object], steps: Sequence[Watched] = (), finished: bool = True
 ) -> list[Found]:
-    """The findings of one check from measurements, each with its step."""
+    """Returns the findings of one check for measurements, given as (step, facts)."""
     seen = [Examined(time_s=0.0, step=n, experiment=f.experiment, values=strict(vars(f))) for n, f in facts]  # type: ignore[attr-defined]
     diagnosis = diagnose(RunContext([*steps, *seen], finished=finished), [check])
     return [each.found for each in diagnosis.findings if each.found.code == check.code]

@@ -1,4 +1,4 @@
-"""Small loops over some batches, and what a check says of records."""
+"""Small loops over some batches, and the results of one check for given records."""
 
 from __future__ import annotations
 

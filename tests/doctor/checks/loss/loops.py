@@ -15,7 +15,7 @@ _generator = torch.Generator().manual_seed(0)
 X = torch.randn(4 * BATCH, WIDTH, generator=_generator)
 Y = X[:, :CLASSES].argmax(1)
 R = X @ torch.randn(WIDTH, generator=_generator)
-"""Numbers to predict, of both signs."""
+"""Regression targets of both signs."""
 Loss: TypeAlias = Callable[[nn.Module, slice], Tensor]
 """The loss of a model for some of the rows."""
 
@@ -30,7 +30,7 @@ def codes(
     lr: float = 0.05,
     maximize: bool = False,
 ) -> set[str]:
-    """Warnings and criticals of the checks of the loss for a linear model, or another, that is trained on it."""
+    """Trains a model (default: a linear one) on ``loss``. Returns the codes of warnings and critical findings."""
     torch.manual_seed(0)
     model = model or nn.Linear(WIDTH, outputs)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, maximize=maximize)
