@@ -11,8 +11,8 @@ near       a source line that it states is at most 3 lines from a correct line
 place      a correct line, or the module or operation that it names is correct
 excerpt    ``finding_evidence`` shows a correct line
 
-``--unseen`` takes ten faults that were not used to develop the lines of findings. The first measurement, on 2026-11-30,
-had 9 correct causes and 4 correct lines. Three lines that were missing were added afterwards, so the faults are no
+``--unseen`` selects ten faults that were not used to develop the lines of findings. The first measurement, on
+2026-11-30, had 9 correct causes and 4 correct lines. Three missing lines were added afterwards, so these faults are no
 longer unseen.
 """
 
@@ -60,7 +60,7 @@ def train(case: Case, seed: int, runs: Path) -> None:
 
 
 async def answers(runs: Path, code: Path) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """Return the first finding of each run that has one, and its evidence."""
+    """Return the first finding above ``info`` of each run that has one, and its evidence."""
     found = []
     async with Client(make_server(ServerOptions(runs, code))) as client:
 

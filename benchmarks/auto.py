@@ -10,19 +10,19 @@ fastest. The value that ``auto`` chose is not measured again.
 
     precision   fp32, bf16 (on a CPU, auto chooses bf16 if one thread does forward and backward pass in it at least 3 %
                 faster)
-    update      the implementation of the optimizer: fused, foreach, and one tensor at a time
-    chunked     the loss of a language model: true, false
+    update      the implementation of the optimizer: fused, foreach, or one tensor at a time
+    chunked     the loss of a language model in chunks: true, false
     compile     off, the full model, its blocks
-    layout      of the weights of convolutions: contiguous, channels-last
+    layout      memory layout of the weights of convolutions: contiguous, channels-last
     threads     every power of two up to the number of cores
 
 With ``--threads 1`` all runs have one thread, the setting ``threads`` is left out, and the processor time of that
 thread is measured. Other processes hardly affect it, so use this option on a busy machine.
 
 There is no ``auto`` for ``compile`` and ``layout``: compile is off unless the recipe sets it, and weights keep the
-layout of the model (``trainwright profile`` measures both). Their figures show what that costs in a step, without the
-time to compile, which is printed. ``--after FILE`` continues an interrupted run, without the recipes whose figures are
-in its output: ``python -m benchmarks.auto --after figures.jsonl >> figures.jsonl``.
+layout of the model (``trainwright profile`` measures both). Their figures show the cost of these defaults in a step,
+without the time to compile, which is printed. ``--after FILE`` continues an interrupted run and leaves out the recipes
+whose figures are in FILE: ``python -m benchmarks.auto --after figures.jsonl >> figures.jsonl``.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _SHORT = [f"{key}.args.block_size=64" for key in ("model", "data.train", "data.v
 SMALL_FORMS: Mapping[str, Sequence[str]] = {
     "llama-7b": ["batch.size=2", *(f"model.args.{key}" for key in ("layers=2", "heads=2", "d_model=32")), *_SHORT],
 }
-"""Overrides with which a recipe for a larger device runs here."""
+"""Overrides with which recipes for a larger device fit into the memory of a small machine."""
 SETTINGS: Mapping[str, Mapping[str, Sequence[str]]] = {
     "precision": {"fp32": ["precision=fp32"], "bf16": ["precision=bf16"]},
     "update": {
@@ -100,7 +100,7 @@ class Run:
         self._count = max(1, round(block_s / self._advance(2)))
 
     def __call__(self) -> float:
-        """Trains a block; returns the seconds of a step."""
+        """Trains a block. Returns the mean time of a step in seconds."""
         return self._advance(self._count)
 
     def _advance(self, count: int) -> float:
@@ -126,7 +126,7 @@ def channels_last(job: Job) -> Job:
 
 
 def chosen(job: Job) -> dict[str, str]:
-    """Returns the values that ``auto`` chose, by setting. A limit on the bytes of logits is ``false`` below it."""
+    """Returns the values that ``auto`` chose. Chunked loss: a limit above the planned memory counts as ``false``."""
     group, planned_bytes = job.state.optimizer.param_groups[0], job.plan.predicted.memory_bytes or {}
     limit: Any = (job.plan.settled or {}).get("max_logits_bytes")
     return {

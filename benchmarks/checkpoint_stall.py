@@ -1,23 +1,21 @@
-"""How long training stands still for a checkpoint: ours, torch.save and torch.distributed.checkpoint.
+"""How long a checkpoint blocks training: Trainwright (``ours``), torch.save and torch.distributed.checkpoint.
 
     python -m benchmarks.checkpoint_stall [--quick] [--rounds 5] [--saves 3] [--device cpu] [--only torch_save,ours]
 
-TMPDIR says on which disk.
+Checkpoints are written to TMPDIR. The state is GPT-2 with 124M parameters and the moments of AdamW: 1.49 GB. In each
+round, each engine runs in a new process, and each round begins with another engine. The first save of a process is
+``cold``: the engine has no buffer for its copy yet. It comes after 8 s of training, in which ours allocates the buffer;
+``ours_at_once`` does not. Then come ``--saves`` warm saves, each after the previous one is on disk; the process reports
+their median. During one more save, the process multiplies matrices, as a training would. By engine:
 
-GPT-2 of 124M parameters with the moments of AdamW: 1.49 GB. Each engine has a process of its own in each round, and
-the rounds begin with another engine each time. In a process, the first save is ``cold``: the engine has made no copy
-before. It comes after 8 s of training, in which ours makes room for its copy; ``ours_at_once`` is ours without
-them. Then come ``--saves`` warm ones, of which the process tells the median, each after the one before is wholly on
-disk; and one more, beside which the process multiplies matrices as a training would. By engine:
+blocked        seconds until the call returned; ``blocked_ratio``: relative to torch.save in the same round
+blocked_cold   the same for the first save
+on_disk        seconds from the call until the checkpoint is complete; ``bytes_per_s`` is its size divided by this time
+beside         speed of training while a checkpoint is written in the background, relative to the speed without
+memory         peak memory of the process and its children during the first save, minus the memory before, in bytes
 
-blocked        seconds until the call came back, and as ``blocked_ratio`` over torch.save in the same round
-blocked_cold   the same, of the first save
-on_disk        seconds from the call until the checkpoint is complete; ``bytes_per_s`` is what it comes to
-beside         speed of training while it is written in the background, over its speed before and after
-memory         bytes that the process (children included) holds at most during the first save, over what it had
-
-torch.save leaves its file in the page cache. The others wait for the disk (fsync); ours also takes a sha256 of all
-and reads every tensor for values that are not finite.
+torch.save leaves its file in the page cache. The others wait for the disk (fsync). Ours also computes a sha256 of all
+files and examines every tensor for non-finite values.
 """
 
 from __future__ import annotations
@@ -51,13 +49,13 @@ from trainwright.monitoring.saving import SavePolicy, Saving
 
 BASELINE = "torch_save"
 SAMPLE_S = 0.005
-BEFORE_S = 8.0  # of training before the first save
-MATRIX, ALONE = 512, 200  # the product that stands for training, and how often it is timed alone, before and after
+BEFORE_S = 8.0  # training time before the first save
+MATRIX, ALONE = 512, 200  # size of the matrix product that simulates training; how often it is timed without a save
 
 
 class Engine(Protocol):
-    """Saves into a folder. ``stepped`` hears of each step before the first save, ``save`` is what training waits for,
-    ``finished`` says that nothing is left to be done."""
+    """Saves into a folder. ``stepped`` is called after each step before the first save. ``save`` blocks training.
+    ``finished`` returns True when the checkpoint is complete."""
 
     def stepped(self, state: TrainState) -> None: ...
     def save(self, state: TrainState) -> None: ...
@@ -84,7 +82,7 @@ class TorchSave:
 
 
 class Distributed:
-    """torch.distributed.checkpoint. ``how`` are arguments of async_save; without any, training waits."""
+    """torch.distributed.checkpoint. ``how``: arguments of async_save; None: a synchronous save."""
 
     def __init__(self, folder: Path, how: dict[str, Any] | None = None) -> None:
         self.folder, self.how = folder, how
@@ -105,11 +103,11 @@ class Distributed:
 
     def close(self) -> None:
         if self.future:
-            self.future.result()  # raises what went wrong
+            self.future.result()  # raises an error of the save
 
 
 class Ours:
-    """The calls of the loop between two steps. Without ``ahead`` it copies at once, because no step is announced."""
+    """The calls of the training loop between two steps. Without ``ahead``, no buffer is allocated before the save."""
 
     def __init__(self, folder: Path, *, asynchronous: bool, ahead: bool = True) -> None:
         policy = SavePolicy(asynchronous=asynchronous)
@@ -143,7 +141,10 @@ def _fail(text: str) -> None:
 
 
 def kept_stager(*, shared: bool) -> DefaultStager:
-    """Keeps its copy from save to save, as torch's documentation advises; without one, async_save makes it anew."""
+    """Returns a stager that keeps its buffer between saves, as torch's documentation advises.
+
+    Without a stager, async_save allocates a new buffer for each save.
+    """
     options = StagingOptions(
         use_pinned_memory=False, use_shared_memory=shared, use_async_staging=False, use_non_blocking_copy=False
     )
@@ -151,7 +152,7 @@ def kept_stager(*, shared: bool) -> DefaultStager:
 
 
 def in_a_process(folder: Path) -> Engine:
-    """The process that writes shares the memory of the copy; it wants a process group, of one here."""
+    """Returns an engine whose writing process shares the memory of the copy. torch requires a process group for it."""
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -172,7 +173,7 @@ ENGINES: dict[str, Callable[[Path], Engine]] = {
 
 
 def make_state(quick: bool, device: str) -> TrainState:
-    """After one step with no gradient: all moments are there."""
+    """Returns the state after one step with zero gradients, so that the moments exist."""
     torch.manual_seed(0)
     model = gpt(vocab_size=64, block_size=64, layers=2, heads=2, d_model=64) if quick else gpt2("124M")
     model.to(device)
@@ -185,7 +186,7 @@ def make_state(quick: bool, device: str) -> TrainState:
 
 
 class PeakMemory:
-    """A context: a thread samples the memory of this process and of its children; ``extra`` is over that before."""
+    """Context in which a thread samples the memory of this process and its children. ``extra``: peak minus begin."""
 
     def __enter__(self) -> PeakMemory:
         self._process, self._over = psutil.Process(), threading.Event()
@@ -201,9 +202,9 @@ class PeakMemory:
     def _bytes(self) -> int:
         total = self._process.memory_info().rss
         for child in self._process.children():
-            with suppress(psutil.Error):  # it has ended meanwhile
+            with suppress(psutil.Error):  # the child has ended meanwhile
                 seen = child.memory_info()
-                total += seen.rss - seen.shared  # what it shares, the parent has
+                total += seen.rss - seen.shared  # shared memory is counted for the parent
         return total
 
     def _sample(self) -> None:
@@ -216,14 +217,15 @@ class PeakMemory:
 
 
 class Saves:
-    """Saves by one engine, one after the other. No save pays for another one: what lies in the folder is deleted
-    before, and the disk has all of it after."""
+    """Saves by one engine, one after the other. Saves do not affect each other: older checkpoints are deleted before a
+    save, and the disk is synchronized after it."""
 
     def __init__(self, engine: Engine, state: TrainState, folder: Path) -> None:
         self.engine, self.state, self.folder = engine, state, folder
 
     def save(self, meanwhile: Callable[[], object]) -> tuple[float, float, float | None]:
-        """Seconds that training waited; until all was done; how often a second ``meanwhile`` ran till then, if ever."""
+        """Returns the seconds that training waited, the seconds until the checkpoint was complete, and the calls of
+        ``meanwhile`` per second in between; None without a call."""
         for old in self.folder.iterdir():
             shutil.rmtree(old) if old.is_dir() else old.unlink()
         self.state.step += 1
@@ -253,7 +255,7 @@ def measure(name: str, folder: Path, saves: int, quick: bool, device: str) -> di
     def train() -> None:
         torch.mm(matrix, matrix)
         if device != "cpu":
-            torch.cuda.synchronize()  # the time of the product, not of its launch
+            torch.cuda.synchronize()  # else only the launch of the product would be timed
 
     with PeakMemory() as memory:
         end_s = time.perf_counter() + (0.1 if quick else BEFORE_S)
@@ -287,7 +289,7 @@ def measure_here(name: str, folder: str, saves: int, quick: bool, threads: int, 
 
 
 def measured(name: str, options: argparse.Namespace) -> dict[str, float | None] | None:
-    """By a fresh process in an empty folder; None where the engine fails here, and says so."""
+    """Measures an engine in a new process and an empty folder. Prints the error and returns None if it fails."""
     with tempfile.TemporaryDirectory(prefix=f"stall-{name}-") as folder:
         how = f"{name!r}, {folder!r}, {options.saves}, {options.quick}, {options.threads}, {options.device!r}"
         command = [

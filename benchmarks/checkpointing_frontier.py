@@ -1,14 +1,14 @@
-"""Peak memory and time of activation checkpointing on a 12-layer GPT: by block, by op, by torch's budget, planned.
+"""Peak memory and time of activation checkpointing on a 12-layer GPT: every block, selective, torch's budget, planned.
 
     python -m benchmarks.checkpointing_frontier [--quick] [--rounds 7] [--rows 4] [--compiled 1]
 
-A peak is the largest running sum of the allocator's events (torch's profiler) within one step, above what is held
-between two steps without gradients. ``activations`` are those at the peak of the simulated plain step. Times are whole
-steps in processor seconds of one thread, since the machine may have other work; each candidate once in each round, and
-the value is the median over rounds of candidate / plain in that round. ``at_every_block`` is the planner with the peak
-of every-block checkpointing as budget, ``at_half`` with the plain peak less half of the activations. ``--compiled 1``
-adds torch's ``activation_memory_budget``, which needs torch.compile (its partitioner, eager kernels): against the
-compiled step with budget 1.
+A peak is the largest running sum of the allocator's events (torch's profiler) within one step, above the memory that is
+held between steps without gradients. ``activations`` are those at the peak of the simulated plain step. Times are CPU
+times of full steps with one thread, because the machine may have other work. Each candidate runs once per round; the
+value is the median of the ratios candidate / plain. ``at_every_block`` is the planner's choice with the peak of
+every-block checkpointing as budget, ``at_half`` its choice with the plain peak minus half of the activations as budget.
+``--compiled 1`` adds torch's ``activation_memory_budget``, relative to the compiled step with budget 1. It needs
+torch.compile (its partitioner, with eager kernels).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def shape(quick: bool) -> dict[str, int]:
 
 
 class Bench:
-    """One model and batch, whose recomputation is changed between steps."""
+    """One model and batch. Its activation checkpointing is changed between steps."""
 
     def __init__(self, quick: bool, rows: int) -> None:
         torch.manual_seed(0)
@@ -81,7 +81,7 @@ class Bench:
         def ready() -> TrainState:
             if torch._functorch.config.activation_memory_budget != budget or not state.step:
                 torch._functorch.config.activation_memory_budget = budget
-                torch._dynamo.reset()  # else what was compiled for another budget would be taken again
+                torch._dynamo.reset()  # else the code compiled for another budget would be used
                 self.advance(state, self.batch)
             return state
 

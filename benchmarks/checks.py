@@ -1,4 +1,4 @@
-"""A row for each check of the doctor: what it contributes over faults and healthy programs.
+"""For each check of the doctor: the numbers of right and wrong alarms over faults and healthy programs.
 
     python -m benchmarks.checks [--beds catalogue,reports,public] [--seeds 1] [--jobs 2] [--json runs.jsonl]
     python -m benchmarks.checks --read runs.jsonl [more.jsonl ...]
@@ -10,12 +10,12 @@ open half of the healthy public programs (``zoo.public``).
 Columns, each a number of runs:
 
 - fires: the check raised an alarm, that is a warning or a critical finding.
-- right: it is the diagnosis of the fault that the run has.
-- unique: as right, and no other check is right in that run.
+- right: the alarm is the diagnosis of the fault in the run.
+- unique: the alarm is right, and no other check is right in that run.
 - wrong: the program is healthy.
 
-A check with 0 in ``right`` has no known use. ``--json`` keeps the runs, a line each, so that the table can be printed
-again and several beds be put together.
+A check with 0 in ``right`` has no known use. ``--json`` appends the runs to a file, one per line, from which ``--read``
+prints the table again, also for several files.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ HEALTHY_GROUP = "H"
 
 @dataclass(frozen=True)
 class Run:
-    """The alarms of one run. ``right`` are those that name its fault; ``error`` is set where it did not run."""
+    """The alarms of one run. ``right``: those that name its fault. ``error``: why it did not run; None if it did."""
 
     bed: str
     name: str
@@ -153,7 +153,7 @@ def _of_public(name: str, seed: int) -> Run:
 
 
 def table(runs: Sequence[Run]) -> Iterator[str]:
-    """The rows of the checks, those that contribute most first, and a summary."""
+    """Yields the rows of the checks, sorted by their number of unique right alarms, and a summary."""
     fires, right, unique, wrong = (Counter[str]() for _ in range(4))
     for run in runs:
         fires.update(set(run.alarms))

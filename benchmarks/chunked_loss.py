@@ -1,12 +1,12 @@
-"""The loss in chunks against the plain one: peak memory, gradients, time. Below 1 is better than the plain loss.
+"""The loss in chunks relative to the plain loss: peak memory, gradients, time. Ratios below 1 are an improvement.
 
     python -m benchmarks.chunked_loss [--quick]
 
-Both get the same hidden states and the same head, and go forward and backward; the plain one is what the loss
-``language_model`` does without chunks. Peak memory is that of the allocator, from the ``[memory]`` events of torch's
-profiler, less what was there before; it counts the gradients that are left, which no loss can do without. Errors are
-relative ones of norms, against the plain loss in float64. ``step_*``: a whole step of a small GPT of that vocabulary,
-in fp32 and bf16.
+Both compute forward and backward pass from the same hidden states and head. The plain loss is that of
+``language_model`` without chunks. Peak memory is that of the allocator, from the ``[memory]`` events of torch's
+profiler, above the memory before. It includes the gradients, which both need. Errors are relative errors of the
+gradients (norms), compared with the plain loss in float64. ``step_*``: forward and backward pass of a small GPT with
+this vocabulary, in fp32 and bf16.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Losses = dict[str, Callable[[], Tensor]]
 
 @dataclass(frozen=True)
 class Task:
-    """hidden_ND, weight_VD and target_N, and the dtype of autocast, None for none."""
+    """Arguments hidden_ND, weight_VD and target_N of a loss. ``dtype``: that of autocast; None: no autocast."""
 
     hidden: Tensor
     weight: Tensor
@@ -50,7 +50,7 @@ class Task:
             return chunked_cross_entropy(self.hidden, self.weight, self.target)
 
     def exact(self) -> tuple[Tensor, ...]:
-        """The gradients in float64, a few rows at a time: whole logits in float64 may not fit."""
+        """Returns the gradients in float64, computed in parts because all logits in float64 may not fit."""
         hidden, weight = (each.detach().double().requires_grad_() for each in self.leaves)
         for rows in torch.arange(len(hidden)).split(256):
             F.cross_entropy(F.linear(hidden[rows], weight), self.target[rows], reduction="sum").backward()
@@ -59,7 +59,7 @@ class Task:
 
 
 def task(rows: int, width: int, dtype: torch.dtype | None = None) -> Task:
-    """Hidden states as a norm gives them, a head as it is drawn; one target in ten is not counted."""
+    """Returns a task with normalized hidden states and a random head. One target in ten is ignored."""
     torch.manual_seed(0)
     target = torch.randint(VOCABULARY, (rows,))
     target[::10] = -100
@@ -68,7 +68,7 @@ def task(rows: int, width: int, dtype: torch.dtype | None = None) -> Task:
 
 
 def peak_bytes(act: Callable[[], object]) -> int:
-    """The most that the allocator of the CPU held at once in ``act``, beyond what it held before."""
+    """Returns the peak memory of the CPU allocator during ``act``, above the memory before."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         act()
     events = [each for each in seen.profiler.kineto_results.events() if each.name() == "[memory]"]
@@ -80,14 +80,14 @@ def peak_bytes(act: Callable[[], object]) -> int:
 
 
 def backward(leaves: list[Tensor], loss: Callable[[], Tensor]) -> None:
-    """Leaves no gradients behind for the next one."""
+    """Runs forward and backward pass, and drops the gradients."""
     loss().backward()
     for leaf in leaves:
         leaf.grad = None
 
 
 def compare(case: str, of: Task, rounds: int) -> None:
-    """Memory, gradients and time of one task."""
+    """Prints memory, gradient errors and time of one task."""
     losses: Losses = {"chunked": of.chunked, "plain": of.plain}
     peaks = {name: peak_bytes(lambda loss=loss: backward(of.leaves, loss)) for name, loss in losses.items()}  # type: ignore[misc]
     figure("chunked_loss", f"{case}_peak", [peaks["chunked"] / peaks["plain"]], unit="ratio", against="plain")
@@ -104,7 +104,7 @@ def compare(case: str, of: Task, rounds: int) -> None:
 
 
 def compare_steps(rows: int, width: int, dtype: torch.dtype | None, rounds: int) -> None:
-    """Forward and backward of a model of two layers with the whole loss of the engine."""
+    """Prints memory and time of forward and backward pass of a two-layer GPT with the engine's loss."""
     model = gpt(vocab_size=VOCABULARY, block_size=256, layers=2, heads=4, d_model=width)
     ids = torch.randint(VOCABULARY, (max(1, rows // 256), 257))
 

@@ -1,11 +1,11 @@
-"""Ways of clipping on a training with planted spikes: validation loss at the end, by clip.
+"""Compares gradient clipping methods on trainings with planted spikes: the final validation loss by method.
 
     python -m benchmarks.clips [--quick]
 
-A small GPT (AdamW) and an MLP (SGD with momentum) train on data in the box; the gradients of one step in 60 are 1,000
-times as large, as a bad batch makes them. ``*_clean`` has no spikes. ``*_norm`` clips the global norm at 1,
-``*_norm_fitted`` at the median norm of the training without spikes, which nobody knows beforehand. ``*_time`` is the
-time of a clip relative to ``norm``.
+A small GPT (AdamW) and an MLP (SGD with momentum) train on built-in data. The gradients of one step in 60 are
+multiplied by 1,000, as if by a bad batch. ``*_clean`` has no spikes. ``*_norm`` clips the global norm at 1,
+``*_norm_fitted`` at the median norm of the training without spikes, which a user cannot know in advance. ``*_agc_time``
+is the time of a clip relative to ``norm``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SPIKE, APART = 1000.0, 60
 
 @dataclass(frozen=True)
 class Task:
-    """A model with batches (inputs, targets) to train on, and batches to validate with."""
+    """A model, its optimizer, and the (inputs, targets) of training and validation."""
 
     model: Callable[[], nn.Module]
     optimizer: Callable[[nn.Module], Optimizer]
@@ -64,7 +64,7 @@ def mlp_task() -> Task:
 
 
 def trained(task: Task, seed: int, steps: int, clip_of: Callable[[nn.Module], ClipFn], *, spikes: bool) -> list[float]:
-    """Returns the validation loss at the end, and the median norm of the gradients."""
+    """Trains, and returns the final validation loss and the median norm of the gradients."""
     torch.manual_seed(seed)
     model = task.model()
     optimizer, clip, norms = task.optimizer(model), clip_of(model), list[float]()

@@ -1,10 +1,10 @@
-"""A cluster in miniature: two "nodes" of two ranks in network namespaces of their own, joined by a slow link.
+"""A simulated cluster: two "nodes" with two ranks each, in separate network namespaces, connected by a slow link.
 
     python -m benchmarks.cluster [--mbit 100]
 
-launch: the run of four ranks reaches its end. kill: all processes of a node are killed in mid-run, the node comes back,
-and the run ends with the bits of the undisturbed one. slow: the data of one node are slow, and the doctor names its
-ranks and its machine. Where namespaces are not allowed it says so.
+launch: a run of four ranks ends normally. kill: all processes of a node are killed during the run, the node is started
+again, and the run ends with the bits of the undisturbed run. slow: the data of one node are slow, and the doctor names
+its ranks and its machine. The benchmark is skipped if namespaces are not allowed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ LIMIT_S = 120.0
 
 
 class Node:
-    """One machine: a namespace for its network and its name, kept by a process that sleeps."""
+    """One machine: namespaces for its network and host name, kept alive by a sleeping process."""
 
     def __init__(self, number: int, cwd: Path) -> None:
         self.number, self._cwd = number, cwd
@@ -63,11 +63,11 @@ class Node:
         return f"10.9.0.{self.number + 1}"
 
     def inside(self, *words: str) -> list[str]:
-        """The command that runs ``words`` on this node."""
+        """Returns the command that runs ``words`` on this node."""
         return ["nsenter", "-t", str(self.pid), "-n", "-u", *words]
 
     def set_up(self, mbit: int) -> None:
-        """Gives it a name, an address and a link of this width."""
+        """Sets host name, address, and a link with a bandwidth of ``mbit`` Mbit/s."""
         for words in (
             f"hostname node{self.number}",
             "ip link set lo up",
@@ -78,7 +78,7 @@ class Node:
             subprocess.run(self.inside(*words.split()), check=True)
 
     def train(self, name: str, **environ: str) -> subprocess.Popen[bytes]:
-        """Starts this node's two ranks of the run ``name``, as a user does."""
+        """Starts the two ranks of this node in the run ``name`` with the command that a user would use."""
         options = f"--nnodes 2 --nproc-per-node 2 --max-restarts 3 --rdzv-backend c10d --rdzv-id {name}"
         words = [*options.split(), "--rdzv-endpoint", "10.9.0.1:29400", "--local-addr", self.address]
         words += ["--rdzv-conf", f"is_host={'true' if self.number == 0 else 'false'}"]
@@ -91,7 +91,7 @@ class Node:
             )
 
     def kill(self) -> None:
-        """Kills every process of this node but the one that keeps it."""
+        """Kills every process of this node except the one that keeps its namespaces alive."""
         mine = network_of(self.pid)
         for entry in Path("/proc").iterdir():
             if entry.name.isdecimal() and int(entry.name) != self.pid:
@@ -106,7 +106,7 @@ class Node:
 
 
 def network_of(process: int | str) -> Path:
-    """The namespace that a process has its network in."""
+    """Returns the network namespace of a process."""
     return Path(f"/proc/{process}/ns/net").readlink()
 
 
@@ -188,7 +188,7 @@ def slow(nodes: list[Node], place: Path) -> dict[str, Any]:
 
 
 def ended(running: list[subprocess.Popen[bytes]]) -> list[int | None]:
-    """The exit codes; None of one that did not end in time."""
+    """Waits for the processes. Returns their exit codes; None for a process that did not end in time."""
     end_s = time.monotonic() + LIMIT_S
     for each in running:
         with suppress(subprocess.TimeoutExpired):
@@ -197,7 +197,7 @@ def ended(running: list[subprocess.Popen[bytes]]) -> list[int | None]:
 
 
 def wait_for_steps(log: Path, count: int, running: list[subprocess.Popen[bytes]]) -> int:
-    """Waits until so many steps are logged; returns how many are."""
+    """Waits until at least ``count`` steps are logged. Returns their number."""
     end_s = time.monotonic() + LIMIT_S
     while (steps := log.read_bytes().count(b'"kind":"step"') if log.exists() else 0) < count:
         assert time.monotonic() < end_s and all(each.poll() is None for each in running), "it did not train"
@@ -206,7 +206,7 @@ def wait_for_steps(log: Path, count: int, running: list[subprocess.Popen[bytes]]
 
 
 def last_weights(run: Path) -> str:
-    """A hash of the weights that the run ended with; "" where it did not."""
+    """Returns a hash of the final weights; "" if the run has not reached its end."""
     path = run / "checkpoints/step-00000060"
     if not path.exists():
         return ""

@@ -1,4 +1,4 @@
-"""Shared by the benchmarks: rounds of interleaved blocks, and one JSON line per figure on stdout."""
+"""Helpers of the benchmarks: options, interleaved measurements, and one JSON line per figure on stdout."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def arguments(description: str | None, **defaults: tuple[float | str, float | st
 
 
 def about(bench: str) -> None:
-    """Prints where the figures come from, as the first JSON line: date, command, versions, machine."""
+    """Prints the first JSON line: date, command, versions and machine of the figures."""
     line = {
         "bench": bench,
         "date": time.strftime("%Y-%m-%d %H:%M"),
@@ -59,7 +59,10 @@ def _version(distribution: str) -> str | None:
 
 
 def figure(bench: str, case: str, values: Sequence[float], *, unit: str, against: str) -> None:
-    """Prints the median of ``values`` and how far they spread, as one JSON line; no values print a null."""
+    """Prints the median and the range of ``values`` as one JSON line, with null if there are no values.
+
+    ``against`` names what the figure is compared with.
+    """
     rounded = [float(f"{value:.4g}") for value in values]
     line = {
         "bench": bench,
@@ -78,9 +81,9 @@ def interleaved(
 ) -> dict[str, list[float]]:
     """Return the measurements of each block in each round, by name.
 
-    A round runs every block once, and the next one begins with another block: what the machine does meanwhile,
-    and what the first after a pause pays, falls on all alike. Each block begins with a collected heap; the
-    collector runs inside it, for its runs are part of the price. ``uncounted`` rounds go before the first.
+    A round runs every block once. Each round begins with another block, so that other load and the cost of being first
+    affect all blocks alike. Garbage is collected before each block. The collector stays on within it, because its runs
+    are part of the cost. ``uncounted`` rounds come before the first.
     """
     seen: dict[str, list[float]] = {name: [] for name in blocks}
     names = list(blocks)
@@ -95,12 +98,12 @@ def interleaved(
 
 
 def seconds_of(act: Callable[[], object]) -> float:
-    """Wall time of one call."""
+    """Returns the wall time of one call."""
     begin_s = time.perf_counter()
     act()
     return time.perf_counter() - begin_s
 
 
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    """Round by round."""
+    """Returns the ratio ``ours / theirs`` of each round."""
     return [mine / other for mine, other in zip(ours, theirs, strict=True)]

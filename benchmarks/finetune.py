@@ -4,16 +4,17 @@
 
 A Llama of 0.4 million parameters is trained on 256 samples whose lengths are skewed: the median is 39 tokens, the
 longest 192. The plain loop pads each batch and calls ``model(**batch).loss``, as the documentation of ``transformers``
-does, with the same AdamW. ``tw.fit`` has everything at its default: the doctor, the log and checkpoints. Each is a
-process with one thread. They take turns of 16 steps, an epoch, in the same order of samples; after 60 turns each has
-trained for about two minutes. With two threads, one of which waits in a loop for the other, the ratio was 0.83 or 1.07
-by chance. Of the others, every block of a round trains for the same number of steps; the next round begins with another
-block. Times are those after the first 16 steps.
+does, with the same AdamW. ``tw.fit`` has its defaults: doctor, log and checkpoints. For ``in_turn``, both are processes
+with one thread. They take turns of 16 steps (an epoch) with the same order of samples; after 60 turns, each has trained
+for about two minutes. With two threads, which wait for each other by spinning, the ratio was 0.83 or 1.07 by chance.
+The other figures are from blocks with equal numbers of steps; each round begins with another block. Times are those
+after the first 16 steps.
 
 ``in_turn``       all steps of ``tw.fit`` with padded batches, as a ratio to the plain loop, in CPU time of the process
 ``in_turn_median``  the same for the median step, which leaves out saves and examinations
-``padding_free``  samples in a second with ``data.packing: padding_free``, as a ratio to padded batches in ``tw.fit``
-``bfd``           the same with rows of 256 tokens, packed by best fit; each with ``_cpu``, too
+``padding_free``  samples per second with ``data.packing: padding_free``, as a ratio to padded batches in ``tw.fit``
+``bfd``           the same with rows of 256 tokens, packed by best fit decreasing
+``NAME_cpu``      the same two figures in CPU time of the training thread
 ``padding``       fraction of the tokens of padded batches that are padding
 """
 
@@ -77,7 +78,7 @@ class Clock:
 
 
 class Turns:
-    """CPU seconds of the steps of a process, which waits for its turn after each epoch."""
+    """Measures the CPU seconds of each step, and waits for the next turn after each epoch."""
 
     def __init__(self) -> None:
         self._begin_s = time.process_time()
@@ -92,7 +93,7 @@ class Turns:
 
 
 def child(variant: str) -> None:
-    """Trains in a folder of its own until the parent process has had enough."""
+    """Trains in its own folder until the parent process ends the turns."""
     turns = Turns()
     with tempfile.TemporaryDirectory(prefix="finetune-", ignore_cleanup_errors=True) as folder, suppress(TurnsOver):
         os.chdir(folder)
@@ -103,7 +104,7 @@ def child(variant: str) -> None:
 
 
 def by_hand(samples: Samples, turns: Turns) -> None:
-    """Trains in a loop written by hand."""
+    """Trains in a plain PyTorch loop."""
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0, fused=True)
     loader: Any = torch.utils.data.DataLoader(samples, BATCH, collate_fn=TokenRows())  # type: ignore[arg-type]
@@ -116,7 +117,7 @@ def by_hand(samples: Samples, turns: Turns) -> None:
 
 
 def in_turn(turns: int) -> tuple[float, float]:
-    """Return the ratio of all steps of ``tw.fit`` after the first turn, and that of the medians."""
+    """Return the ratios ``tw.fit`` / plain loop: of all steps after the first turn, and of the median step."""
     children = {variant: Child("benchmarks.finetune", variant) for variant in ("plain", "fit")}
     steps_s: dict[str, list[float]] = {variant: [] for variant in children}
     try:
@@ -153,7 +154,7 @@ def by_fit(
 
 
 def padding(samples: Samples) -> float:
-    """Fraction of padding in batches of a shuffled epoch."""
+    """Returns the fraction of padding in the batches of a shuffled epoch."""
     order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(1)).tolist()
     lengths = [len(samples[at]["input_ids"]) for at in order]
     padded = sum(max(part) * len(part) for part in _parts(lengths))

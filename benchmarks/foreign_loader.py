@@ -2,15 +2,15 @@
 
     python -m benchmarks.foreign_loader [--rounds 5] [--steps 400] [--only PATTERN] [--quick] [--threads 1]
 
-Both loops of a round train the same MLP (64-512-512-10, batches of 64: a millisecond a step or two) on the same kind of
-loader, one after the other; the next round begins with the other one. Both have AdamW, clipping, warm-up and cosine
-decay, as the plain loop of ``step_overhead`` has. ``tw.fit`` has everything else at its default, doctor and log too.
-400 steps take half a second, 2000 are as many as those of ``step_overhead``. The figures of a loader:
+Both loops of a round train the same MLP (64-512-512-10, batches of 64, 1 to 2 ms per step) on the same kind of loader,
+one after the other; the next round begins with the other loop. Both have AdamW, clipping, warm-up and cosine decay, as
+the plain loop of ``step_overhead``. ``tw.fit`` has its defaults otherwise, including doctor and log. 400 steps take
+half a second; ``step_overhead`` has 2000. The figures of a loader:
 
-``LOADER_wall``  mean time of a step after the first 64, as a ratio to the loop by hand
-``LOADER_cpu``   the same in CPU time of the training thread, which other work on the machine disturbs less
-``LOADER_median``  wall time of the median step, which leaves out saves and closer looks
-``LOADER_read``  CPU time of the training thread for a batch, less that of iterating over the loader by hand
+``LOADER_wall``  mean time of a step after the first 64, as a ratio to the plain loop
+``LOADER_cpu``   the same in CPU time of the training thread, which other load affects less
+``LOADER_median``  the same for the wall time of the median step, which leaves out saves and examinations
+``LOADER_read``  CPU time of the training thread to read a batch, minus that of iterating over the loader, in us
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Loader = Callable[[Task], Any]
 
 
 class Wide(Task):
-    """A step of a millisecond or two."""
+    """An MLP whose step takes 1 to 2 ms."""
 
     def make_model(self) -> nn.Module:
         widths = (64, 512, 512)
@@ -53,7 +53,7 @@ class Wide(Task):
 
 
 class Stream(IterableDataset[tuple[Tensor, Tensor]]):
-    """Ready batches that a worker makes. A pass has as many as take longer than to start the workers."""
+    """Yields batches in a worker. A pass has 512 batches, so that it takes longer than the start of the workers."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -63,7 +63,7 @@ class Stream(IterableDataset[tuple[Tensor, Tensor]]):
 
 
 class Stateful:
-    """Says where it stands after each batch."""
+    """A loader with ``state_dict``, whose state is the number of yielded batches."""
 
     def __init__(self, task: Task) -> None:
         self.task, self.given = task, 0
@@ -114,7 +114,7 @@ class Clocks:
         self.times_s.append((time.perf_counter(), time.thread_time()))
 
     def step_s(self, first: int) -> tuple[float, float, float]:
-        """After the first steps: the means, and the median of wall time."""
+        """Returns mean wall time, mean CPU time and median wall time of a step after the first ``first`` steps."""
         (wall, cpu), (last_wall, last_cpu) = self.times_s[first], self.times_s[-1]
         number = len(self.times_s) - 1 - first
         each_s = [after - before for (before, _), (after, _) in pairwise(self.times_s[first:])]
@@ -155,7 +155,7 @@ def by_fit(task: Task, loader: Any, clocks: Clocks) -> None:
 
 
 def read_us(batches: Iterator[object], number: int) -> float:
-    """CPU time for a batch."""
+    """Returns the CPU time of the thread to read a batch, in us."""
     next(batches)
     begin_s = time.thread_time()
     for _ in islice(batches, number):
@@ -164,7 +164,7 @@ def read_us(batches: Iterator[object], number: int) -> float:
 
 
 def extra_us(task: Task, make: Loader, number: int) -> float:
-    """Return the extra time of a batch over the plain loop, without training."""
+    """Return the CPU time that the engine adds to the reading of a batch, in us."""
     loader = make(task)
     passes = (loader() if callable(loader) else loader for _ in count())
     plain_us = read_us((batch for each in passes for batch in each), number)

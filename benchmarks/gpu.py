@@ -2,22 +2,23 @@
 
     tests     the tests that need a GPU (`pytest -m gpu`)
     ranks     on two GPUs: the steps of two ranks equal those of one process, in each layout
-    sync      steps of the engine under torch.cuda.set_sync_debug_mode("error"); how often a step of tw.fit synchronises
+    sync      steps of the engine under torch.cuda.set_sync_debug_mode("error"); synchronizations per step of tw.fit
     mfu       tokens/s and model FLOPs utilization of GPT-2 124M in bf16: eager, compiled, and captured in CUDA graphs
     graphs    a step of 2 ms and a GPT: plain loop, engine, engine with CUDA graphs
     overhead  step_overhead.py on the GPU: tw.fit and peers against a plain loop
     watch     watch_overhead.py on the GPU
-    host      host_time.py: what tw.fit and tw.watch add to the host's time of a step
-    plan      plan_accuracy.py: the foreseen peak against torch.cuda.max_memory_allocated
-    amp       tokens/s of GPT-2 124M by precision (fp8 with torchao), eager and compiled, against fp32
-    train     tokens/s of `trainwright train` with the recipe of GPT-2 124M, everything at its default
+    host      host_time.py: the CPU time that tw.fit and tw.watch add to a step
+    plan      plan_accuracy.py: the predicted peak compared with torch.cuda.max_memory_allocated
+    amp       tokens/s of GPT-2 124M by precision (fp8 with torchao), eager and compiled, compared with fp32
+    train     tokens/s of `trainwright train` with the recipe of GPT-2 124M
     stall     checkpoint_stall.py with GPT-2 124M on the GPU
-    zoo       gpu_zoo.py: healthy programs and listed faults there
+    zoo       gpu_zoo.py: healthy programs and faults of the zoo on the GPU
 
-A part is a process of its own with a time limit below four minutes. Its figures go to OUT/PART.jsonl as they come; the
-last line has its time, and its error if there was one. Parts that have succeeded are skipped unless ``--again`` is
-set, so several short sittings add up. ``--seconds`` starts no part that may not end in time. At the end, a table of all
-parts in OUT is printed and written to OUT/table.md. This file needs the standard library alone.
+Each part is a process with a time limit below four minutes. Its figures are appended to OUT/PART.jsonl; the last line
+has its duration, and its error if there was one. Parts that have succeeded are skipped unless ``--again`` is set, so
+the benchmark can be split into several short sessions. ``--seconds`` limits a session: no part is started that may not
+end in time. At the end, a table of all parts in OUT is printed and written to OUT/table.md. This file needs only the
+standard library.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def lines_of(file: Path) -> list[dict[str, Any]]:
 
 
 def is_done(part: str, out: Path) -> bool:
-    """Returns whether the part has ended well in an earlier sitting."""
+    """Returns True if the part has succeeded in an earlier session."""
     lines = lines_of(out / f"{part}.jsonl")
     return bool(lines) and lines[-1].get("case") == part and "seconds" in lines[-1] and "error" not in lines[-1]
 
@@ -68,7 +69,7 @@ def table(out: Path) -> Iterator[str]:
 
 
 def run_part(part: str, out: Path, device: str, limit_s: float = LIMIT_S) -> bool:
-    """Runs one part; appends a line with its time, or with its error. Returns whether it ended well."""
+    """Runs one part, and appends a line with its duration and any error. Returns True if it succeeded."""
     child = [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu_parts", part, device]
     target, errors = out / f"{part}.jsonl", out / f"{part}.stderr"
     begin_s = time.perf_counter()

@@ -1,7 +1,7 @@
-"""The parts of ``scripts/gpu``, one in this process: ``python -m benchmarks.gpu_parts PART DEVICE``.
+"""Runs one part of ``scripts/gpu`` in this process: ``python -m benchmarks.gpu_parts PART DEVICE``.
 
-Prints JSON lines. On ``cuda`` without a CUDA device it prints that it was skipped, and ends well; on ``cpu`` it runs in
-a small form, which shows that the code works and nothing else.
+Prints JSON lines. With ``cuda`` but no CUDA device, it prints that the part was skipped, and exits with 0. With
+``cpu``, it runs in a small form, which only shows that the code works.
 """
 
 from __future__ import annotations
@@ -35,33 +35,33 @@ SMALL = {"layers": 2, "d_model": 64, "block_size": 32, "vocab_size": 128}
 
 
 def flops_per_token(parameters: int, *, layers: int, d_model: int, block_size: int) -> float:
-    """Forward and backward FLOPs that a token of a GPT needs: 6 N + 12 L T D.
+    """Returns the FLOPs of forward and backward pass of a GPT per token: 6 N + 12 L T D.
 
-    ``parameters`` are those of matrix products: without position embeddings; a tied token embedding counts once, as the
-    head. The second term is attention without regard to the causal mask (PaLM, appendix B, arXiv:2204.02311).
+    ``parameters`` (N): those of matrix products, without position embeddings; a tied token embedding counts once, as
+    the head. The second term is attention without the saving by the causal mask (PaLM, appendix B, arXiv:2204.02311).
     """
     return 6.0 * parameters + 12.0 * layers * block_size * d_model
 
 
 def utilization(tokens_per_s: float, flops_of_a_token: float, peak_flops: float) -> float:
-    """Model FLOPs utilization: the share of the device's peak rate that goes into what the model needs."""
+    """Returns the model FLOPs utilization: the FLOP/s that the model needs, as a fraction of the device's peak rate."""
     return tokens_per_s * flops_of_a_token / peak_flops
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """Returns the peak rate of this GPU by the table of devices; None where it is not in the table."""
+    """Returns the peak FLOP/s of this GPU in the table of devices; None if it is not in the table."""
     if device.type != "cuda":
         return None
     try:
         from trainwright.plan.trace.local_device import local_device
-    except ImportError:  # a package is missing that only the planner needs
+    except ImportError:  # a package that only the planner needs is missing
         return None
     found = local_device(probe=False)
     return None if found.source.startswith("not in the table") else found.flops.get(precision)
 
 
 class Gpt:
-    """GPT-2 124M on the device with its step function and batches that lie there already; on a CPU a tiny one."""
+    """GPT-2 124M with its step function and with batches on the device; on a CPU, a tiny GPT."""
 
     def __init__(
         self,
@@ -98,11 +98,11 @@ class Gpt:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step."""
+        """Number of tokens of a step."""
         return self.micro * self.accumulation * self.shape["block_size"]
 
     def batches(self) -> Iterator[object]:
-        """Yields the same batch for ever."""
+        """Yields the same batch forever."""
         import numpy as np
 
         from trainwright.checkpoint.cursor import MicroBatch, StepBatch
@@ -113,7 +113,7 @@ class Gpt:
             yield StepBatch(tuple(MicroBatch((ids, ids), numbers) for _ in range(self.accumulation)))
 
     def train(self, steps: int) -> None:
-        """Takes steps, without waiting for the device."""
+        """Runs steps without waiting for the device."""
         from trainwright.engine.loop import for_steps
         from trainwright.engine.loop import steps as engine_steps
 
@@ -122,7 +122,7 @@ class Gpt:
             pass
 
     def speed(self, steps: int) -> float:
-        """Takes steps; returns tokens/s, all work of the device included."""
+        """Runs steps, and waits until the device has finished them. Returns tokens/s."""
         wait_for(self.device)
         begin_s = time.perf_counter()
         self.train(steps)
@@ -131,7 +131,7 @@ class Gpt:
 
 
 def captured_steps(device: torch.device) -> StepGraphs | None:
-    """Returns what captures steps on this device; None on a CPU. Prints the reason if a step cannot be captured."""
+    """Returns the object that captures CUDA graphs of steps; None on a CPU. It prints the reason if capturing fails."""
     from trainwright.engine.graphs import CudaGraphs, StepGraphs
 
     def report(reason: str) -> None:
@@ -146,12 +146,12 @@ def wait_for(device: torch.device) -> None:
 
 
 def count(device: torch.device, on_gpu: int) -> int:
-    """How many steps or rounds: few on a CPU."""
+    """Returns a number of steps or rounds: ``on_gpu``, or 2 on a CPU."""
     return on_gpu if device.type == "cuda" else 2
 
 
 def tests(device: torch.device) -> None:
-    """The tests that need a GPU; on a CPU those of them that can run there."""
+    """Runs the tests that need a GPU; on a CPU, those that can run there."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_gpu.py"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|skipped|error)", done.stdout)}
@@ -175,7 +175,7 @@ def sync(device: torch.device) -> None:
 
 
 def first_sync(act: Callable[[], object], device: torch.device) -> str:
-    """Returns the innermost line of ours that made the host wait, '' where none did."""
+    """Returns the innermost line of the package that synchronized with the device; "" if none did."""
     if device.type != "cuda":
         act()
         return ""
@@ -193,7 +193,7 @@ def first_sync(act: Callable[[], object], device: torch.device) -> str:
 
 
 def syncs_of_fit(device: torch.device, steps: int = 100) -> float:
-    """Returns how often a step of ``tw.fit``, everything at its default, waited for the device after the first 64."""
+    """Returns the mean number of synchronizations of a default ``tw.fit`` step, after the first 64 steps."""
     import trainwright as tw
 
     class SyncDebug:
@@ -269,7 +269,7 @@ def plan(device: torch.device) -> None:
 
 
 def eight_bits(device: torch.device) -> list[str]:
-    """Precisions of 8 bits that the device computes in hardware."""
+    """Returns the 8-bit precisions that the device supports in hardware."""
     from trainwright.distributed import low_precision
     from trainwright.plan.machine import read_machine
 
@@ -277,7 +277,7 @@ def eight_bits(device: torch.device) -> list[str]:
 
 
 def amp(device: torch.device) -> None:
-    """Tokens/s by precision, eager and compiled."""
+    """Measures tokens/s by precision, eager and compiled."""
     names = ["fp32", "tf32", "bf16", "fp16"] if device.type == "cuda" else ["fp32", "bf16"]
     names += [name for name in eight_bits(device) if find_spec("torchao")]
     speeds: dict[str, list[float]] = {}
@@ -296,7 +296,7 @@ def amp(device: torch.device) -> None:
 
 
 def mfu(device: torch.device) -> None:
-    """Steps of the engine with batches on the device."""
+    """Measures the utilization of engine steps with batches on the device."""
     ways = {"engine": {}, "compiled": {"compiled": True}, "compiled_graphs": {"compiled": True, "captured": True}}
     for case, how in (ways if device.type == "cuda" else {"engine": {}}).items():
         gpt = Gpt(device, "bf16", accumulation=count(device, 4), **how)
@@ -307,7 +307,7 @@ def mfu(device: torch.device) -> None:
 
 
 def flops_of(gpt: Gpt) -> float:
-    """FLOPs of a token."""
+    """Returns the FLOPs per token."""
     shape = {name: gpt.shape[name] for name in ("layers", "d_model", "block_size")}
     positions = shape["block_size"] * shape["d_model"]
     return flops_per_token(sum(p.numel() for p in gpt.model.parameters()) - positions, **shape)
@@ -321,7 +321,7 @@ def forget(gpt: Gpt) -> None:
 
 
 def train(device: torch.device) -> None:
-    """``trainwright train`` on GPT-2 124M, everything at its default."""
+    """Measures ``trainwright train`` with the recipe of GPT-2 124M."""
     if device.type == "cuda":
         gpt = Gpt(device, "bf16")
         flops = flops_of(gpt)
@@ -330,7 +330,7 @@ def train(device: torch.device) -> None:
 
 
 def graphs(device: torch.device) -> None:
-    """A step that the host bounds: a plain loop, the engine, the engine with CUDA graphs. Ratios to the plain loop."""
+    """Measures a step that is limited by the host: engine, and engine with CUDA graphs, relative to a plain loop."""
     layers, width, rows = (24, 256, 64) if device.type == "cuda" else (2, 16, 4)
     steps = count(device, 200)
     x, y = torch.randn(rows, width, device=device), torch.randint(width, (rows,), device=device)
@@ -390,7 +390,7 @@ def engine_steps(
 
 
 def host(device: torch.device) -> None:
-    """The host's time of a step, measured on the CPU of this machine."""
+    """Measures the CPU time of a step on this machine."""
     small = ("--sizes", "8,100,600", "--turns", "8", "--seconds", "45") if device.type == "cuda" else ("--quick",)
     other_benchmark("host_time", *small)
 
@@ -404,7 +404,7 @@ def show_utilization(case: str, speeds: list[float], flops_of_a_token: float, pe
 
 
 def speed_of_recipe(steps: int = 80) -> float:
-    """Tokens/s of recipes/gpt2-124m.yaml by its log, after the first 64 steps."""
+    """Returns the tokens/s of recipes/gpt2-124m.yaml after the first 64 steps, from its log."""
     with tempfile.TemporaryDirectory() as folder:
         settings = [f"until={steps}steps", "batch.size=64", "batch.micro=16", "model.compile=true", "log.every=1steps"]
         settings += ["model.activation_checkpointing=none", "schedule.warmup=10steps", "evaluation.batches=2"]
@@ -437,7 +437,7 @@ RANKS_RECIPE = {
     "loss": "language_model",
     "batch": {"size": 16, "micro": 4},
     "precision": "fp32",
-    # with the default eps, the first update of a weight has the sign of its gradient, even of one that is only rounding
+    # with the default eps, the first update has the sign of the gradient, even if the gradient is only rounding
     "optimizer": {"use": "adamw", "lr": 1e-2, "args": {"eps": 1e-3}},
 }
 RANKS_DATA = """
@@ -450,7 +450,7 @@ def train_set():
 
 
 def ranks(device: torch.device) -> None:
-    """The steps of two processes equal those of one in each layout: NCCL on two GPUs, gloo on a CPU."""
+    """Tests that the steps of two processes equal those of one, in each layout: NCCL on two GPUs, gloo on a CPU."""
     if device.type == "cuda" and torch.cuda.device_count() < 2:
         print(json.dumps({"bench": "gpu_ranks", "skipped": "fewer than two CUDA devices"}), flush=True)
         return
@@ -466,7 +466,7 @@ def ranks(device: torch.device) -> None:
 
 
 def verified(layout: str, device: torch.device) -> tuple[str, bool]:
-    """Returns what ``verify parallel`` prints for two ranks in this layout, and whether they equal one process."""
+    """Returns the output of ``verify parallel`` for two ranks in a layout, and True if they equal one process."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "ids_of_ranks.py").write_text(RANKS_DATA)
         (Path(folder) / "recipe.yaml").write_text(json.dumps(RANKS_RECIPE))

@@ -2,10 +2,10 @@
 
     python -m benchmarks.gpu_zoo [--device cuda] [--jobs 12] [--seconds 300]
 
-When a program's watch begins, its modules go to the device, as the batches of its DataLoaders do, and the device
-becomes the default one. A program that mixes in CPU tensors of its own raises an error of torch about devices; such
-runs are counted as "cpu only" and judged no further. What was not reached within ``--seconds`` is counted, too.
-Each alarm of a healthy program, each fault that was missed, and each failure of the watch is a line.
+When a program starts its watch, its modules are moved to the device, which becomes the default device. Batches of its
+DataLoaders are moved, too. Programs that use other CPU tensors raise an error of torch about devices; these runs are
+counted as "cpu only" and not evaluated. Programs that were not started within ``--seconds`` are counted as well. A line
+is printed for each alarm of a healthy program, each missed fault, and each failure of the watch.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ ABOUT_DEVICES = (
     "different device",
     "on CPU",
 )
-"""Words of torch's errors about tensors of two devices."""
+"""Parts of torch's error messages about tensors on different devices."""
 
 
 def moved(value: Any, device: str) -> Any:
-    """Tensors in tuples, lists and dictionaries, moved to the device."""
+    """Returns a value with the tensors in its tuples, lists and dicts moved to the device."""
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, dict):
@@ -59,11 +59,14 @@ def moved(value: Any, device: str) -> Any:
 
 @contextmanager
 def on(device: str) -> Iterator[Callable[[Callable[..., Any]], Callable[..., Any]]]:
-    """Gives a function that makes a watch one that moves the models first; loaders give batches on the device."""
+    """Context in which DataLoaders yield batches on the device.
+
+    Yields a function that returns a version of ``tw.watch`` that first moves the models to the device.
+    """
     iterate = DataLoader.__iter__
 
     def batches(loader: DataLoader[Any]) -> Iterator[Any]:
-        with torch.device("cpu"):  # a sampler draws its order there
+        with torch.device("cpu"):  # samplers draw the order on the CPU
             source = iterate(loader)
         while True:
             with torch.device("cpu"):
@@ -93,7 +96,7 @@ def on(device: str) -> Iterator[Callable[[Callable[..., Any]], Callable[..., Any
 
 
 def one(name: str, device: str) -> dict[str, Any]:
-    """A run of an entry there; for a process of a pool."""
+    """Runs one entry of the zoo on the device, and returns the results as a line. Called in a process of the pool."""
     torch.set_num_threads(1)
     trace = ""
 
@@ -120,7 +123,7 @@ def one(name: str, device: str) -> dict[str, Any]:
 
 
 def is_told(line: dict[str, Any]) -> bool:
-    """Return True if the run gets a line."""
+    """Return True if a line is printed for the run."""
     if line["failures"] or ("trace" in line):
         return True
     if line["cpu_only"]:
@@ -146,7 +149,7 @@ def main() -> None:
 
 
 def _work(jobs: Any, lines: Any, device: str) -> None:
-    """Takes jobs until there is none, or until the CUDA context of this process cannot be used any more."""
+    """Runs jobs until none is left, or until an error has made the CUDA context of this process unusable."""
     with suppress(Empty):
         while True:
             line = one(jobs.get(timeout=1.0), device)
@@ -157,7 +160,7 @@ def _work(jobs: Any, lines: Any, device: str) -> None:
 
 
 def _lines(jobs: Sequence[str], device: str, processes: int, end_s: float) -> Iterator[dict[str, Any]]:
-    """Yield results as they come until ``end_s``. A process that had to stop is replaced."""
+    """Yield results as they arrive until ``end_s``. A process that had to stop is replaced."""
     context = multiprocessing.get_context("spawn")
     todo, lines = context.Queue(), context.Queue()
     for job in jobs:
@@ -182,7 +185,7 @@ def _lines(jobs: Sequence[str], device: str, processes: int, end_s: float) -> It
 
 
 def _place(name: str) -> float:
-    """A fixed number in [0, 1) of a name."""
+    """Returns a fixed pseudo-random number in [0, 1) for a name, by which the jobs are sorted."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big") / 2**48
 
 

@@ -1,6 +1,6 @@
-"""Models that the rules of the simulator were not written by: other widths, kernels, layers and families.
+"""Models that were not used to develop the simulator: other widths, kernels, layers and families.
 
-Each is a function of a device that makes a Subject. ``plan_accuracy.py --held-out`` measures them.
+Each is a function that creates TracedObjects on a device. ``plan_accuracy.py --held-out`` measures them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _classes(rows: int, device: torch.device) -> Tensor:
 
 
 class Pooled(nn.Module):
-    """Any body of images or signals, then the mean over space, and a head."""
+    """A network for images or signals (``body``), followed by a spatial mean and a linear head."""
 
     def __init__(self, body: nn.Module, width: int) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ def _separable() -> nn.Module:
 
 
 class UNet(nn.Module):
-    """Two levels down and up again, with skips: a class for each pixel."""
+    """A U-Net with two levels and a class for each pixel."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ def make_unet(device: torch.device, rows: int = 5, width: int = 20) -> TracedObj
 
 
 class ViT(nn.Module):
-    """Patches of 4 x 4, torch's own encoder layers."""
+    """A vision transformer with patches of 4 x 4 and torch's encoder layers."""
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ def make_vit(device: torch.device) -> TracedObjects:
 
 
 class Recurrent(nn.Module):
-    """ids -> a recurrent layer of torch, whatever its class -> a tag for each position."""
+    """Embedding -> recurrent layer of class ``kind`` -> a tag for each position. ``first``: batch first."""
 
     def __init__(self, kind: type[nn.Module], width: int, first: bool, **how: Any) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ def make_gpt(device: torch.device, rows: int = 3, length: int = 96, lora: Any = 
 
 
 def make_hf(device: torch.device, architecture: str, rows: int = 6, length: int = 80, **shape: Any) -> TracedObjects:
-    """With a mask that hides the last third of each sequence."""
+    """Creates a model of transformers, with an attention mask that hides the last third of each sequence."""
     model = hf_model(architecture=architecture, vocab_size=2000, **shape)
 
     def loss(model: nn.Module, batch: Any) -> Tensor:

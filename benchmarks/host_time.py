@@ -1,4 +1,4 @@
-"""Processor time of a step that computes almost nothing: what ``tw.fit`` and ``tw.watch`` add to a plain loop.
+"""CPU time that ``tw.fit`` and ``tw.watch`` add to the step of a plain loop. The step computes almost nothing.
 
     python -m benchmarks.host_time [--sizes 8,100] [--turns 10] [--seconds 20] [--quick]
 
@@ -46,11 +46,11 @@ from benchmarks.turns import Child, TurnsOver, wait_for_turn
 
 WIDTH, ROWS, LR = 4, 8, 1e-3
 FIRST, TURN, SETTLING, PROFILED = 128, 16, 3, 9
-"""Steps before the first turn, steps of a turn, uncounted steps at its begin, and steps whose operators are counted."""
+"""Steps before the first turn, steps of a turn, uncounted steps at the begin of a turn, and steps that are profiled."""
 
 
 def make_model(tensors: int) -> nn.Sequential:
-    """Returns a chain of linear layers, of two tensors each."""
+    """Returns a chain of linear layers with two tensors each."""
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(tensors // 2)))
 
@@ -63,7 +63,7 @@ def make_data() -> tuple[Tensor, Tensor]:
 
 @dataclass
 class Clock:
-    """Called after each step. Takes turns with the other processes: it waits for a line of stdin between two turns."""
+    """Called after each step. Counts calls in the first steps. Then waits for the next turn after each TURN steps."""
 
     times_s: list[float] = field(default_factory=list)
     calls: list[int] = field(default_factory=list)
@@ -114,7 +114,7 @@ def calls_of(done: profile) -> int:
 
 
 def by_hand(tensors: int, clock: Clock, *, watched: bool = False) -> None:
-    """Trains in a loop written by hand."""
+    """Trains in a plain PyTorch loop."""
     model, (x, y) = make_model(tensors), make_data()
     optimizer = torch.optim.AdamW(model.parameters(), LR, fused=True)
     watch = tw.watch(model, optimizer, out=None, quiet=True) if watched else nullcontext()
@@ -154,7 +154,7 @@ VARIANTS: dict[str, Callable[[int, Clock], None]] = {
 
 
 def child(variant: str, tensors: int) -> None:
-    """Trains in a folder of its own until the parent process has had enough."""
+    """Trains in its own folder until the parent process ends the turns."""
     torch.set_num_threads(1)
     clock = Clock()
     with tempfile.TemporaryDirectory(prefix="host-time-", ignore_cleanup_errors=True) as folder, suppress(TurnsOver):

@@ -1,18 +1,17 @@
-"""Kills a training at random instants, resumes it, and compares it with one that nobody killed.
+"""Kills a training at random times, resumes it, and compares it with an undisturbed training.
 
     python -m benchmarks.kill_campaign [--kills 300] [--seed 0] [--workers 1] [--jobs 1] [--fork] [--ranks 1]
                                        [--in-save 0]
 
-A small model is trained twice from one recipe: once to its end, with every checkpoint kept, and then again and
-again under SIGKILL, saving after each step and resuming after each death. After every kill all that is committed
-must verify and hold the bits that the first training had at that step; at the end of a run its log must tell the
-same losses, gradient norms and samples, each step once, and its last checkpoint must have the same bytes. The last
-line on stdout counts; from ``unloadable`` to ``best_differing``, every figure must be 0. ``--fork`` starts a training
-by fork from a process that has imported all of it: the same code, sooner. The seed gives the delays before the kills,
-not the instants that they hit; ``--in-save 0.5`` kills half of the time as soon as a checkpoint after
-the first is begun.
+One recipe is trained once to its end, with every checkpoint kept. Then it is trained repeatedly with a checkpoint after
+each step, killed with SIGKILL, and resumed after each kill. After every kill, all committed checkpoints must verify and
+have the bits of the undisturbed training at that step. At the end of a run, its log must have the same losses, gradient
+norms and samples, each step once, and its last checkpoint the same bytes. The last line on stdout has the counts; from
+``unloadable`` to ``best_differing``, each must be 0. ``--fork`` starts a training by fork from a process that has
+imported all modules, which is faster. The seed determines the delays before the kills, not what they interrupt. With
+``--in-save 0.5``, half of the kills come as soon as the writing of a checkpoint after the first begins.
 
-A kill takes the process and leaves the machine: what the page cache holds is not lost. This is no power cut.
+A kill ends the process but not the machine, so the page cache is not lost: a power failure is not simulated.
 """
 
 from __future__ import annotations
@@ -46,42 +45,42 @@ from trainwright.runs import reader
 from trainwright.runs.records import Evaluated, Saved, Step
 
 KEEP = 3
-KILLS_PER_RUN = 8  # about
-DURING_START = 0.15  # the share of kills that come before training has begun
+KILLS_PER_RUN = 8  # approximate number of kills of one run
+DURING_START = 0.15  # fraction of kills before training has begun
 FILES = ("model.safetensors", "rest.safetensors")
-MOST_REFUSALS = 3  # in a row, before a run is given up
+MOST_REFUSALS = 3  # consecutive failed starts after which a run is given up
 
 
 @dataclass
 class Counts:
     """Counts of a campaign. From ``unloadable`` on, each must be 0."""
 
-    runs: int = 0  # to their end
+    runs: int = 0  # runs that reached their end
     kills: int = 0
     kills_in_start: int = 0  # before the process wrote its first step
-    kills_in_save: int = 0  # a checkpoint was being written
+    kills_in_save: int = 0  # while a checkpoint was written
     resumes: int = 0
-    begun_anew: int = 0  # killed before the first checkpoint
-    crash_loops: int = 0  # taken for one: resumed with --accept
-    half_deleted: int = 0  # an old checkpoint, no longer among those kept
+    begun_anew: int = 0  # new starts, because no checkpoint existed at the kill
+    crash_loops: int = 0  # resumes that needed --accept crash-loop
+    half_deleted: int = 0  # old checkpoints beyond the kept ones that do not verify
     steps_redone: int = 0
-    most_redone: int = 0  # after one kill
-    orphans: int = 0  # processes that load data, alive long after the training that they loaded for
-    unloadable: int = 0  # something had been saved, and nothing verifies
-    torn: int = 0  # a committed checkpoint among those kept does not verify
-    lost_saves: int = 0  # the log says saved, the newest that verifies is older
-    silently_corrupt: int = 0  # verifies, and has other bits
-    refused: int = 0  # a start or a resume that ended otherwise than by our hand or at the end
-    given_up: int = 0  # runs that never came to their end
+    most_redone: int = 0  # maximum of steps_redone after one kill
+    orphans: int = 0  # data workers that are still alive long after their training was killed
+    unloadable: int = 0  # a checkpoint had been saved, but none verifies
+    torn: int = 0  # kept, committed checkpoints that do not verify
+    lost_saves: int = 0  # the newest checkpoint that verifies is older than the last save in the log
+    silently_corrupt: int = 0  # checkpoints that verify but have other bits
+    refused: int = 0  # starts or resumes that ended neither by a kill nor at the end
+    given_up: int = 0  # runs that did not reach their end
     samples_lost: int = 0
     samples_repeated: int = 0
-    losses_differing: int = 0  # steps, by loss or gradient norm
+    losses_differing: int = 0  # steps with another loss or gradient norm
     steps_missing: int = 0
     ends_differing: int = 0  # runs whose last checkpoint has other bytes
-    best_differing: int = 0  # kills and ends after which the pointer to the best checkpoint is another
+    best_differing: int = 0  # kills and ends after which the pointer to the best checkpoint is wrong
 
     def problems(self) -> dict[str, int]:
-        """Whatever must not be."""
+        """Returns the counts that must be 0 and are not."""
         names = [each.name for each in fields(self)]
         return {name: value for name in names[names.index("unloadable") :] if (value := getattr(self, name))}
 
@@ -93,7 +92,7 @@ class Counts:
 
 
 class Hashes(NamedTuple):
-    """sha256 of a checkpoint's two files of tensors."""
+    """The sha256 of the two tensor files of a checkpoint."""
 
     model: str
     rest: str
@@ -101,7 +100,7 @@ class Hashes(NamedTuple):
 
 @dataclass(frozen=True)
 class Reference:
-    """The run that nobody killed. ``hashes`` by step; ``seconds`` is the time from its first step to its end."""
+    """The undisturbed run. ``hashes`` are by step; ``seconds`` is the time from its first step to its end."""
 
     hashes: dict[int, Hashes]
     steps: list[Step]
@@ -110,12 +109,12 @@ class Reference:
     seconds: float
 
     def best_until(self, step: int) -> int:
-        """The step of the best checkpoint then, 0 for none."""
+        """Returns the step of the best checkpoint at ``step``; 0 without one."""
         return min((each for each in self.validated if each <= step), key=lambda each: self.validated[each], default=0)
 
 
 def hashes(checkpoint: Path) -> Hashes:
-    """Read here, not from the manifest."""
+    """Returns hashes computed from the files, not read from the manifest."""
     return Hashes(*(hashlib.sha256((checkpoint / name).read_bytes()).hexdigest() for name in FILES))
 
 
@@ -124,7 +123,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def committed(run: Path) -> list[Path]:
-    """Every committed checkpoint, newest first."""
+    """Returns every committed checkpoint, newest first."""
     return sorted((run / "checkpoints").glob("step-*"), key=step_of, reverse=True)
 
 
@@ -143,7 +142,7 @@ def verified(checkpoint: Path) -> bool:
 
 
 def train_undisturbed(place: Place, steps: int) -> Reference:
-    """Trains to the end with every checkpoint kept; what is compared later is read and the rest deleted."""
+    """Trains to the end with every checkpoint kept. Returns the values to compare, and deletes the run."""
     settings = (f"checkpoint.keep={steps + 1}", "checkpoint.asynchronous=false")
     with watched(place.train("undisturbed", *settings)) as process:
         if process.wait() != 0:
@@ -160,7 +159,7 @@ def train_undisturbed(place: Place, steps: int) -> Reference:
 
 
 def inspect(run: Path, reference: Reference) -> Counts:
-    """Judges all that is committed after a kill. A run that never saved has nothing to judge."""
+    """Examines all committed checkpoints after a kill. All counts are 0 for a run without one."""
     seen, found = reader.read(run / "log.jsonl").records if (run / "log.jsonl").exists() else (), Counts()
     paths = committed(run)
     promised = {step_of(path) for path in paths[:KEEP]}
@@ -180,7 +179,7 @@ def inspect(run: Path, reference: Reference) -> Counts:
 
 
 def compare(run: Path, reference: Reference) -> Counts:
-    """Judges a run that came to its end: its history and its last checkpoint."""
+    """Compares the log and the last checkpoint of a completed run with the reference."""
     found = Counts(runs=1)
     mine = {step.step: step for step in reader.steps(reader.read(run / "log.jsonl").records)}
     theirs = {step.step: step for step in reference.steps}
@@ -199,7 +198,7 @@ def compare(run: Path, reference: Reference) -> Counts:
 
 
 def _samples(history: dict[int, Step]) -> Counter[str]:
-    """How many samples were trained on, by the hash of the step's ids, which tells which and in what order."""
+    """Returns the number of samples by the hash of a step's sample ids, which depends on their order."""
     trained: Counter[str] = Counter()
     for step in history.values():
         trained[step.ids_hash] += int(step.weight)
@@ -208,16 +207,16 @@ def _samples(history: dict[int, Step]) -> Counter[str]:
 
 @dataclass
 class Campaign:
-    """One job: kills runs until it has its share of kills, and brings the last of them to its end."""
+    """One job: kills and resumes runs until it has made ``wanted`` kills, and lets the last run reach its end."""
 
     place: Place
     reference: Reference
     wanted: int
     seed: str
-    in_save: float = 0.0  # the share of kills that come as soon as a checkpoint after the first is begun
+    in_save: float = 0.0  # fraction of kills as soon as the writing of a checkpoint after the first begins
     verbose: bool = False
     counts: Counts = field(default_factory=Counts)
-    start_s: float = 3.0  # how long a process takes to its first step
+    start_s: float = 3.0  # time from the start of a process to its first step
 
     def conduct(self) -> Counts:
         self._random = random.Random(self.seed)
@@ -259,7 +258,7 @@ class Campaign:
         self._tell(run, Counts(given_up=1))
 
     def _strike(self, process: Running, run: Path) -> str:
-        """Waits for a random instant and kills; says in which phase."""
+        """Waits for a random time and kills the process. Returns the phase: "start" or "training"."""
         log, begin_s = run / "log.jsonl", time.perf_counter()
         before, drafts = _steps(log), _unfinished(run)
         if self.in_save and self._random.random() < self.in_save:
@@ -290,7 +289,7 @@ class Campaign:
         self._tell(run, found, phase=phase, newest=paths[0].name if paths else None)
 
     def _tell(self, run: Path, found: Counts, **more: object) -> None:
-        """Counts; keeps what a problem left behind before anything changes it."""
+        """Adds the counts. After a problem, copies the run before it is changed."""
         self.counts.add(found)
         line = {"run": run.name, **more, **{name: value for name, value in asdict(found).items() if value}}
         if found.problems() and run.exists():
@@ -303,17 +302,17 @@ class Campaign:
 
 
 def _unfinished(run: Path) -> set[str]:
-    """Names of checkpoints that were never committed."""
+    """Returns the names of checkpoints that were not committed."""
     return {path.name for path in (run / "checkpoints").glob(".step-*")}
 
 
 def _steps(log: Path) -> int:
-    """How many steps a log tells, those that were done again included."""
+    """Returns the number of steps in a log, including repeated ones."""
     return log.read_bytes().count(b'"kind":"step"') if log.exists() else 0
 
 
 def conduct(campaign: Campaign) -> Counts:
-    """Run a campaign in a separate process. It imports what its forks need, and computes nothing itself."""
+    """Run a campaign in a separate process, which imports the modules that its forks need."""
     if campaign.place.fork or campaign.place.ranks > 1:
         import torch._dynamo  # noqa: F401  (the first optimizer of a process imports it: 1.2 s)
 
@@ -340,10 +339,10 @@ def arguments() -> argparse.Namespace:
 
 
 def conduct_all(options: argparse.Namespace, folder: Path) -> Counts:
-    """The undisturbed training, then the jobs side by side."""
-    os.environ["OMP_NUM_THREADS"] = "1"  # two trainings that spin for each other crawl
-    torch.set_num_threads(1)  # of those that are forked
-    os.environ["TMPDIR"] = str(folder)  # where torch's workers leave a socket when their parent is killed
+    """Runs the undisturbed training, then the jobs in parallel."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # threads of several trainings that wait by spinning slow each other down
+    torch.set_num_threads(1)  # for forked trainings
+    os.environ["TMPDIR"] = str(folder)  # torch's workers leave a socket here when their parent is killed
     places = [Place(folder / f"job-{number}", options.fork, options.ranks) for number in range(options.jobs)]
     undisturbed = Place(folder / "undisturbed", ranks=options.ranks)
     for place in (undisturbed, *places):

@@ -1,4 +1,4 @@
-"""A small training that can be started, watched and killed: its recipe, its dataset, its processes."""
+"""A small training to be started and killed: its recipe, its dataset, and its processes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ log: {{every: 1steps, doctor: false}}
 
 
 class Running(Protocol):
-    """A training in a process of its own, or in several."""
+    """A training in one or several processes."""
 
     def kill(self) -> None: ...
     def poll(self) -> int | None: ...
@@ -68,7 +68,7 @@ class Running(Protocol):
 
 
 class Forked:
-    """As subprocess.Popen, for a child that needs no start: what it imports is there."""
+    """Like subprocess.Popen, for a forked child that needs no imports."""
 
     def __init__(self, arguments: list[str], folder: Path, said: Path, environ: Mapping[str, str] = {}) -> None:
         self.returncode: int | None = None
@@ -123,7 +123,7 @@ class Ranks:
         return None if None in codes else _together([code for code in codes if code is not None])
 
     def wait(self) -> int:
-        """SIGKILL where one was killed. The others end with an error then, or are ended, as torchrun does."""
+        """Returns -SIGKILL if a rank was killed. The others then fail, or are killed after PATIENCE_S."""
         while any(each.poll() is None for each in self._ranks):
             if any(each.poll() is not None for each in self._ranks):
                 self._end_others()
@@ -145,7 +145,7 @@ def _together(codes: list[int]) -> int:
 
 
 def _become_trainwright(arguments: list[str], folder: Path, said: Path) -> None:
-    """The child's whole life after a fork; never returns."""
+    """Runs the command line in the forked child. Never returns."""
     code = 1
     try:
         to = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -153,7 +153,7 @@ def _become_trainwright(arguments: list[str], folder: Path, said: Path) -> None:
         os.dup2(to, 2)
         os.chdir(folder)
         sys.argv = ["trainwright", *arguments]
-        multiprocessing.set_start_method(None, force=True)  # the platform's own, not that of the pool we came from
+        multiprocessing.set_start_method(None, force=True)  # the default of the platform, not that of the parent's pool
         from trainwright.cli import app
 
         app(standalone_mode=True)
@@ -169,7 +169,7 @@ def _become_trainwright(arguments: list[str], folder: Path, said: Path) -> None:
 
 @dataclass
 class Place:
-    """Where one job works: ``folder`` holds recipe and dataset, ``folder/runs`` its runs."""
+    """The folder of one job: recipe and dataset in ``folder``, runs in ``folder/runs``, output in ``said``."""
 
     folder: Path
     fork: bool = False
@@ -180,7 +180,7 @@ class Place:
         self.said = self.folder / "said.txt"
 
     def make(self, *, steps: int, workers: int, step_ms: float, keep: int, parallel: str = "{}") -> None:
-        """``step_ms`` makes reading a batch slower; ``parallel`` is that section of the recipe."""
+        """Writes recipe and dataset. ``step_ms``: time to read a batch. ``parallel``: that section of the recipe."""
         self.folder.mkdir(parents=True)
         (self.folder / "noisy.py").write_text(DATASET)
         recipe = RECIPE.format(steps=steps, workers=workers, step_ms=step_ms, keep=keep, parallel=parallel)
@@ -208,7 +208,7 @@ class Place:
 
 @contextmanager
 def watched(process: Running) -> Iterator[Running]:
-    """Nothing that we started outlives us."""
+    """Context that kills the process at its end."""
     try:
         yield process
     finally:
@@ -218,7 +218,7 @@ def watched(process: Running) -> Iterator[Running]:
 
 
 def end_orphans(folder: Path) -> int:
-    """Ends what is still at work in ``folder``, and counts it; torch's workers look for their parent every 5 s."""
+    """Kills processes that run in ``folder`` after PATIENCE_S, and returns their number. torch's workers end in 5 s."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):

@@ -1,18 +1,18 @@
-"""The cost of statistics by layer in ``tw.fit``, measured inside one run, and against a run without them.
+"""The cost of layer statistics in ``tw.fit``, measured within one run and relative to a run without them.
 
     python -m benchmarks.layer_stats [--quick]
 
-A GPT (4 blocks of 128, 12 x 64 tokens) and an MLP whose step takes about half a millisecond; both at the defaults, in
-which the statistics are on, but without the doctor, whose looks are many times as long. The first ten steps do not
+A GPT (4 blocks of width 128, 12 x 64 tokens) and an MLP whose step takes about 0.5 ms train with the defaults, which
+include the statistics, but without the doctor, whose examinations take many times as long. The first ten steps do not
 count.
 
-*_share    inside of a run: what the two steps that have to do with a record took more than the median of their 16
-           neighbours, summed over all records, as a share of the time of the run; for each run
-*_each     the same of one record, in steps: medians over the records of a run
-*_ratio    the time of a run with them by that of one without, for each pair of runs, which take turns
-*_records  how many records there were in a run
+*_share    the extra time of the two steps that a record affects, relative to the median of their 16 neighbours, summed
+           over all records, as a fraction of the time of the run
+*_each     the extra time of one record in steps, median over the records of a run
+*_ratio    time of a run with statistics / time of a run without, for alternating pairs of runs
+*_records  number of records in a run
 
-gpt_watched_* are those of the same GPT in a plain loop under ``tw.watch``, with the laws that run no step again.
+gpt_watched_* are the figures of the same GPT in a plain loop under ``tw.watch`` without replays.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from trainwright.runs.records import Layers, Record
 
 FIRST = 10
 NEAR = 8
-"""Neighbours on each side of a record."""
+"""Number of neighbouring steps on each side of a record."""
 Task = tuple[nn.Module, Dataset[tuple[Tensor, ...]], Callable[..., Tensor], int]
 
 
 def gpt() -> Task:
-    """nanoGPT's CPU size."""
+    """A GPT of nanoGPT's size for CPUs."""
     ids = torch.randint(65, (960, 65))
     data = TensorDataset(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
     model = gpt_model(vocab_size=65, block_size=64, layers=4, heads=4, d_model=128)
@@ -52,15 +52,16 @@ def gpt() -> Task:
 
 
 def mlp() -> Task:
-    """The half-millisecond step."""
+    """An MLP whose step takes 0.5 ms."""
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
     return model, TensorDataset(torch.randn(6400, 64), torch.randint(10, (6400,))), nn.CrossEntropyLoss(), 64
 
 
 def extras_s(steps_s: Sequence[float], recorded: Sequence[int]) -> list[float]:
-    """Return the time of each record. ``steps_s[n]`` is from the end of step n to the end of step n + 1.
+    """Return the extra time of each record. ``steps_s[n]`` is from the end of step n to the end of step n + 1.
 
-    Hooks are set when the step before is over, and the rest is computed when the step itself is.
+    A record affects two of these times: hooks are set after the previous step, and statistics are computed after the
+    recorded step.
     """
     touched = {index for step in recorded for index in (step - 1, step)}
     found = []
@@ -73,7 +74,7 @@ def extras_s(steps_s: Sequence[float], recorded: Sequence[int]) -> list[float]:
 
 
 def seconds(make: Callable[[], Task], steps: int, seen: dict[str, list[float]], layers: bool) -> float:
-    """The time of the steps after the first few; notes what was seen inside of the run."""
+    """Returns the time of the steps after the first ten. Adds the figures within the run to ``seen``."""
     torch.manual_seed(0)
     model, data, loss, batch = make()
     ends = [time.perf_counter()]
@@ -95,7 +96,7 @@ def seconds(make: Callable[[], Task], steps: int, seen: dict[str, list[float]], 
 
 
 def watched_seconds(make: Callable[[], Task], steps: int, seen: dict[str, list[float]]) -> float:
-    """The same of a plain loop that is watched."""
+    """Like ``seconds``, for a watched plain loop."""
     torch.manual_seed(0)
     model, data, loss, batch = make()
     optimizer, loader = torch.optim.AdamW(model.parameters()), DataLoader(data, batch, shuffle=True)
@@ -113,7 +114,7 @@ def watched_seconds(make: Callable[[], Task], steps: int, seen: dict[str, list[f
 
 
 def seen_inside(ends: Sequence[float], log: Iterable[Record], seen: dict[str, list[float]]) -> float:
-    """Notes what the records of a run took; returns the time of the steps after the first few."""
+    """Adds the extra time of a run's records to ``seen``. Returns the time of the steps after the first ten."""
     steps_s = [after - before for before, after in itertools.pairwise(ends)]
     total_s = ends[-1] - ends[FIRST]
     recorded = [each.step for each in log if isinstance(each, Layers)]
@@ -134,7 +135,7 @@ def show(name: str, steps: int, seen: Mapping[str, list[float]]) -> None:
 
 
 def main() -> None:
-    """Four JSON lines for each model, three for the watched loop."""
+    """Prints four JSON lines for each model and three for the watched loop."""
     options = arguments(__doc__, rounds=(11, 2), mlp_steps=(4000, 100), gpt_steps=(400, 60))
     about("layer_stats")
     torch.set_num_threads(options.threads)

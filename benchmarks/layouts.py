@@ -1,13 +1,13 @@
-"""The planner of many ranks: GPTs of 1.3, 7 and 70 G parameters on 8 to 4,096 H100; shapes that others have measured.
+"""The planner for many ranks: GPTs with 1.3, 7 and 70 G parameters on 8 to 4,096 H100, and published throughput.
 
     python -m benchmarks.layouts [--quick]
 
-**Everything is calculated, nothing is measured**: memory from a trace under fake tensors, times by the roofline and
-the links of the device table. For each model and number of ranks: the layout that the plan chooses of those that the
-engine runs, its step time and MFU, the memory of a rank, and how much of a step waits for exchanges. The last
-lines compare with published throughput: GPTs on A100, D. Narayanan et al. 2021, arXiv:2104.04473, table 1, in
-FLOP/s a GPU including those of activation checkpointing. Their layouts cut tensors and stages, ours only what the
-engine runs, so the ratio is of two ways to train the same model.
+**Everything is calculated, nothing is measured**: memory from a trace under fake tensors, times from the roofline and
+the links in the device table. For each model and number of ranks: the layout that the plan chooses among those that the
+engine supports, its step time and MFU, the memory of a rank, and the fraction of a step that waits for communication.
+The last lines compare with published throughput: GPTs on A100, D. Narayanan et al. 2021, arXiv:2104.04473, table 1, in
+FLOP/s per GPU including those of activation checkpointing. The published layouts combine tensor and pipeline
+parallelism, so the ratio compares two ways to train the same model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from trainwright.recipe import Loaded, load
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "llama-7b.yaml"
 BATCH = 4096
-"""Samples of 2,048 tokens in a step: 8.4 M tokens, on any number of ranks."""
+"""Number of samples of 2,048 tokens in a step, for any number of ranks: 8.4 M tokens."""
 RANKS = (8, 64, 512, 1024, 4096)
 SHAPES = {  # layers, d_model, heads
     "1.3G": (24, 2048, 16),
@@ -45,7 +45,7 @@ def recipe(layers: int, width: int, heads: int, size: int, more: Sequence[str] =
 
 
 def chosen(many: ManyRanks, loaded: Loaded, ranks: int) -> Placement:
-    """The layout that the plan chooses of those that the engine runs."""
+    """Returns the layout that the plan chooses among those that the engine supports."""
     return best_of(runnable(many, loaded, ranks))
 
 

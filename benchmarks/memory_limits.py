@@ -1,13 +1,13 @@
-"""The least memory that training gets through with, and what lies above: ours against a plain loop that halves.
+"""The minimum memory for training: ``tw.fit`` compared with a plain loop that halves its micro-batch.
 
     python -m benchmarks.memory_limits [--quick] [--only gpt,mlp]
 
-Each run has a process of its own, whose memory the kernel limits (RLIMIT_AS, RLIMIT_DATA) to what it holds after its
-imports and so many MiB more. ``plain`` is a torch loop that halves its micro-batch at each error of memory and takes
-the step again; ``fit`` is ``tw.fit`` at its defaults, doctor and checkpoints included. ``lost`` counts the limits, of
-ten between the least that the plain loop gets through with and the one at which it halves nothing, where it trains
-and we do not; ``at_N_MiB`` is the micro-batch that each came down to, 0 for none. ``imports`` is what ``import
-trainwright`` adds to torch with an optimizer before all this.
+Each run is a process whose memory the kernel limits (RLIMIT_AS, RLIMIT_DATA) to that after its imports plus a number of
+MiB. ``plain`` is a torch loop that halves its micro-batch and repeats the step after each out-of-memory error. ``fit``
+is ``tw.fit`` with its defaults, including doctor and checkpoints. Both figures are the lowest limit under which it
+trains; ``plain_unhalved`` is the lowest limit without halving. ``lost``: of ten limits between ``plain`` and
+``plain_unhalved``, the number at which only the plain loop trains. ``at_N_MiB``: the final micro-batch of ``fit``, 0 if
+it fails. ``imports``: the memory that ``import trainwright`` adds to that of torch with an optimizer.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ VOCABULARY = 256
 
 
 class Case(NamedTuple):
-    """A model and data for it; ``loss`` takes outputs and targets."""
+    """A model, its data, and its loss of (outputs, targets)."""
 
     model: nn.Module
     data: TensorDataset
@@ -47,14 +47,14 @@ class Case(NamedTuple):
 
 
 def mlp() -> Case:
-    """Activations of 8 MiB a layer for 16 rows of each sample; few weights."""
+    """Activations of 8 MiB per layer for a batch of 32 samples with 16 rows each; few weights."""
     layers = [nn.Linear(32, 4096), nn.Tanh(), nn.Linear(4096, 32), nn.ReLU()]
     again = [nn.Linear(32, 4096), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 4096, 4)]
     return Case(nn.Sequential(*layers, *again), _labelled(torch.randn(128, 16, 32), 4), nn.CrossEntropyLoss())
 
 
 def conv() -> Case:
-    """BatchNorm after each convolution."""
+    """Convolutions with BatchNorm."""
     layers: list[nn.Module] = []
     for inputs, outputs in ((3, 32), (32, 32), (32, 64)):
         layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU()]
@@ -63,7 +63,7 @@ def conv() -> Case:
 
 
 def small_gpt() -> Case:
-    """Two layers of width 128 over 128 positions."""
+    """A GPT with two layers of width 128 and 128 positions."""
     model = gpt(vocab_size=VOCABULARY, block_size=128, layers=2, heads=4, d_model=128)
     ids = torch.randint(VOCABULARY, (128, 129))
     return Case(model, TensorDataset(ids[:, :-1].clone(), ids[:, 1:].clone()), of_tokens)
@@ -81,7 +81,7 @@ CASES = {"mlp": mlp, "conv": conv, "gpt": small_gpt}
 
 
 def plain(case: Case) -> int:
-    """Returns the micro-batch that the loop came down to."""
+    """Trains in the plain loop. Returns the final micro-batch."""
     optimizer = torch.optim.AdamW(case.model.parameters(), lr=1e-3)
     micro = BATCH
     for x, y in islice(DataLoader(case.data, batch_size=BATCH, shuffle=True), STEPS):
@@ -101,7 +101,7 @@ def plain(case: Case) -> int:
 
 
 def fit(case: Case) -> int:
-    """The same of ``tw.fit``; the batch is its default."""
+    """Trains with ``tw.fit``, whose default batch is 32. Returns the final micro-batch."""
     with tempfile.TemporaryDirectory() as folder:
         until = f"{STEPS}steps"
         done = tw.fit(case.model, case.data, case.loss, until=until, clip=1.0, settings={"folder": folder}, quiet=True)
@@ -113,13 +113,13 @@ SIDES = {"plain": plain, "fit": fit}
 
 
 def held_mib(name: str) -> float:
-    """A figure of /proc/self/status."""
+    """Returns a value of /proc/self/status in MiB."""
     line = next(each for each in Path("/proc/self/status").read_text().splitlines() if each.startswith(name))
     return int(line.split()[1]) / 1024
 
 
 def limited(side: str, case: str, kind: str, mib: int, threads: int, answer: Path) -> None:
-    """The process of one run: leaves the micro-batch in the file ``answer``, or nothing."""
+    """Runs one side in this process. Writes the final micro-batch into the file ``answer``, or nothing if it fails."""
     which, name = LIMITS[kind]
     torch.set_num_threads(threads)
     torch.manual_seed(0)
@@ -132,7 +132,7 @@ def limited(side: str, case: str, kind: str, mib: int, threads: int, answer: Pat
 
 
 class Sweep:
-    """The runs of one model under one kind of limit. None: it did not get through."""
+    """The runs of one model under one kind of limit. ``known`` has their micro-batches; None: the run failed."""
 
     def __init__(self, case: str, kind: str, threads: int, precise: int) -> None:
         self.case, self.kind, self.threads, self.precise = case, kind, threads, precise
@@ -154,7 +154,10 @@ class Sweep:
         return self.known[side, mib]
 
     def least(self, side: str, *, micro: int = 1, above: int = 0) -> int:
-        """The least MiB at which no smaller micro-batch than that is needed, by bisection."""
+        """Returns the lowest limit in MiB at which ``side`` trains with a micro-batch of at least ``micro``.
+
+        Found by bisection, near ``above`` if that is set.
+        """
         low, high = max(0, above - NEAR_MIB), above + 2 * NEAR_MIB if above else MOST_MIB
         while high - low > self.precise:
             middle = (low + high) // 2
@@ -166,7 +169,7 @@ class Sweep:
 
 
 def imports_mib(name: str) -> float:
-    """Return the memory of ``import trainwright`` and all that a run needs of it, beyond torch with an optimizer."""
+    """Return the MiB that importing Trainwright's training adds to the memory of torch with an optimizer."""
     read = f"print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('{name}')))"
     kib = [
         int(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)

@@ -2,10 +2,10 @@
 
     python -m benchmarks.mup_transfer [--quick] [--narrow 64] [--wide 256] [--steps 120] [--rates 7]
 
-Both widths train on the same batches with each of ``--rates`` learning rates, which grow by factors of 2 from 5e-4;
-the loss is the mean of the last sixth of the steps. ``_lr`` is the rate with the least loss; ``_loss`` that loss;
-``_kept_loss`` the loss of the wide model with the best rate of the narrow one, which is what a user who tunes a narrow
-model gets.
+Both widths train on the same batches with each of ``--rates`` learning rates: 5e-4, 1e-3, 2e-3, ... The loss is the
+mean over the last sixth of the steps. ``_lr`` is the learning rate with the lowest loss, ``_loss`` that loss.
+``_kept_loss`` is the loss of the wide model with the best learning rate of the narrow one: the result of tuning a
+narrow model.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LOWEST_LR = 5e-4
 
 
 def trained(init: str, width: int, base: int, lr: float, steps: int) -> float:
-    """The training loss at the end, infinite where it is not finite."""
+    """Returns the final training loss; infinity if it is not finite."""
     shape = f"block_size: 64, layers: 2, heads: 4, d_model: {width}, init: {init}, base_width: {base}"
     settings = [f"model.args={{{shape}}}"]
     settings += [f"optimizer.lr={lr}", f"until={steps}steps", f"schedule.warmup={steps // 6}steps", "batch.size=8"]

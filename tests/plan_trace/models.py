@@ -1,4 +1,4 @@
-"""Small models with their loss, optimizer and batch, created on the default device: the tracer sets it to ``device``."""
+"""Small models with their loss, optimizer and batch, created on the default device, which the tracer sets."""
 
 from __future__ import annotations
 
