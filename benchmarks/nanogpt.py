@@ -1,9 +1,9 @@
-"""nanoGPT's model and loop for a CPU, written by hand: what ``time_to_loss`` is measured against.
+"""nanoGPT's model and training loop with its settings for a CPU: the plain loop of ``time_to_loss``.
 
-After github.com/karpathy/nanoGPT (model.py, train.py, and the README's settings for a laptop): 4 layers, 4 heads,
-width 128, no biases, GELU, tied head, windows of 64 at random places, batch 12, AdamW (0.9, 0.99) at 1e-3 in
-torch's default implementation, weight decay 0.1, warm-up of 100 steps, cosine to a tenth, clipping at 1, fp32, not
-compiled. Shapes: B batch, T positions, D width, V vocabulary.
+Based on github.com/karpathy/nanoGPT (model.py, train.py, and the README's settings for a laptop): 4 layers, 4 heads,
+width 128, no biases, GELU, tied head, windows of 64 at random positions, batch 12, AdamW (0.9, 0.99) at 1e-3 in torch's
+default implementation, weight decay 0.1, warm-up of 100 steps, cosine to a tenth, clipping at 1, fp32, not compiled.
+Shapes: B batch, T positions, D width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class NanoGPT(nn.Module):
 
 
 def param_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Weight decay on what has two dimensions, as in its configure_optimizers."""
+    """Returns groups with weight decay for parameters of two or more dimensions, as nanoGPT's configure_optimizers."""
     parameters = list(model.parameters())
     return [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": DECAY},
@@ -71,14 +71,17 @@ def param_groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def learning_rate(step: int, since_warmup: float) -> float:
-    """Its get_lr; ``since_warmup`` is the share of the time, not of the steps, which nobody knows ahead."""
+    """Returns the learning rate of nanoGPT's get_lr. ``since_warmup``: fraction of the time budget after the warm-up.
+
+    nanoGPT uses the fraction of the steps, whose number is not known in advance here.
+    """
     if step < WARMUP:
         return LR * (step + 1) / (WARMUP + 1)
     return LEAST_LR + 0.5 * (1 + math.cos(math.pi * since_warmup)) * (LR - LEAST_LR)
 
 
 def train(model: NanoGPT, ids: Tensor, budget_s: float) -> tuple[int, float]:
-    """Trains on the flat sequence ``ids``; returns the steps and the seconds that they took."""
+    """Trains on the flat sequence ``ids`` for ``budget_s``. Returns the number of steps and their time in seconds."""
     optimizer = torch.optim.AdamW(param_groups(model), lr=LR, betas=(0.9, 0.99))
     step, elapsed_s, warm_s = 0, 0.0, 0.0
     while elapsed_s < budget_s:

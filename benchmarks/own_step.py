@@ -2,10 +2,10 @@
 
     python -m benchmarks.own_step [--rounds 5] [--widths 64,512] [--first 64] [--steps 400] [--threads 1] [--quick]
 
-The plain loop shuffles tensors in memory and makes the turns, and nothing else. ``WIDTH_steps`` is the same step in
-``tw.steps``, ``WIDTH_fit`` in ``tw.fit`` with everything at its default, of which the ``--first`` 64 steps, which the
-doctor looks at more closely, are not counted. ``..._cpu`` is the same in CPU time of the training thread, which other
-work on the machine disturbs less; with several threads of torch both are of little use where it has other work.
+The plain loop only shuffles tensors in memory and updates both players. ``WIDTH_steps`` is the same step in
+``tw.steps``, ``WIDTH_fit`` in ``tw.fit`` with its defaults. The ``--first`` 64 steps, which the doctor examines more
+often, are not counted. ``..._cpu`` is the same in CPU time of the training thread, which other load affects less. With
+several threads of torch, neither is meaningful on a busy machine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Times = list[tuple[float, float]]
 
 
 class Gan(nn.Module):
-    """Two players of two hidden layers."""
+    """A generator and a critic with two hidden layers each."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Gan(nn.Module):
 
 
 class Game:
-    """The players, their optimizers, and one turn of each."""
+    """The two players and their optimizers. A step updates the critic, then the generator."""
 
     def __init__(self, width: int) -> None:
         self.model = Gan(width)
@@ -50,7 +50,7 @@ class Game:
         ]
 
     def turns(self, real: Tensor) -> Tensor:
-        """Returns the loss of the critic."""
+        """Updates both players. Returns the loss of the critic."""
         for_generator, for_critic = self.optimizers
         fake = self.model.generator(torch.randn(len(real), 32))
         loss = F.softplus(-self.model.critic(real)).mean() + F.softplus(self.model.critic(fake.detach())).mean()
@@ -68,12 +68,12 @@ class Game:
 
 
 def now_s() -> tuple[float, float]:
-    """Wall time, and CPU time of this thread."""
+    """Returns wall time and CPU time of this thread."""
     return time.perf_counter(), time.thread_time()
 
 
 def plain(width: int, count: int) -> Times:
-    """The time after each step."""
+    """Trains in the plain loop. Returns the times after each step."""
     game, data, times_s = Game(width), torch.randn(ROWS, 64), Times()
     while len(times_s) < count:
         for rows in torch.randperm(ROWS).split(BATCH):
@@ -110,7 +110,7 @@ WAYS: dict[str, Callable[[int, int], Times]] = {"plain": plain, "steps": in_step
 
 
 def step_s(times_s: Times, first: int) -> tuple[float, float]:
-    """The mean after the first steps: wall and CPU time."""
+    """Returns the mean wall time and CPU time of a step after the first ``first`` steps."""
     (wall, cpu), (last_wall, last_cpu) = times_s[first - 1], times_s[-1]
     number = len(times_s) - first
     return (last_wall - wall) / number, (last_cpu - cpu) / number

@@ -1,22 +1,21 @@
-"""The cost of pages: a report, a long log, scrolling in a browser, and a server with many pages open for hours.
+"""The cost of pages: a report, a long log, scrolling in a browser, and a server with many open pages.
 
     python -m benchmarks.pages [--quick] [--steps 1000000] [--pages 20] [--seconds 600] [--records 720000]
                                [--layers 60] [--tabs 20] [--only report,opening,browser,load,tabs]
 
 report     seconds to read a log of a tenth of ``--steps`` steps with statistics of ``--layers`` layers and to write its
-           report, and the size of that
-opening    a log of ``--steps`` steps with these layers, by default (a step in ten) and with every step: its size; the
-           seconds until the server has answered with its page, which spans the run, and until all of it was read; and
-           the processor time that the server took for that
+           report; size of the report
+opening    a log of ``--steps`` steps with these layers, with one step in ten (the default) and with every step: its
+           size; seconds until the server returns the page, and until it has read the full log; CPU time of the server
 browser    the report in Chromium: seconds until it is drawn, and the longest time between two frames while it is
-           scrolled from end to end, and while it is zoomed into and out of again
-load       ``--pages`` pages listen to one run, to which ``--records`` steps are written within ``--seconds``, with the
-           time stamps of 50 steps a second (720,000 are four hours): what the process of the server grew from a fifth
-           of the time to the end, in MiB and in open files; the share of a core that it took; and the time from the
-           writing of a step to its arrival at a page
-tabs       the same of ``--tabs`` tabs of one Chromium that show the run, each brought to the front in turn for half a
-           second, while 50 steps a second are written; ``tabs_behind`` is how long a tab takes, once it is in front, to
-           show a step that was written before
+           scrolled from end to end, and while it is zoomed in and out
+load       ``--pages`` pages follow one run, to which ``--records`` steps are written within ``--seconds``, with the
+           time stamps of 50 steps per second (720,000 steps are four hours): growth of the server in MiB and open
+           files, from a fifth of the time to the end; its CPU time as a fraction of one core; the time from the writing
+           of a step to its arrival at a page
+tabs       the same for ``--tabs`` tabs of one Chromium that show the run. Each comes to the front for half a second in
+           turn, while 50 steps per second are written. ``tabs_behind``: the time until a tab that comes to the front
+           shows the newest step written before
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from trainwright.runs.writer import LogWriter
 
 BENCH = "pages"
 LOOKED_AT = 10
-"""One step in so many is timed on its way to the pages."""
+"""Each step whose number is a multiple of this is timed on its way to the pages."""
 
 
 def step(number: int) -> Step:
@@ -67,7 +66,7 @@ def step(number: int) -> Step:
 
 
 def layers_line(number: int, layers: int, *, named: bool) -> str:
-    """A record of statistics by layer, as long as those of a run: four digits, and a histogram of some twenty bins."""
+    """Returns a record of layer statistics as long as in a real run: four digits, and a histogram of 20 bins."""
     norms = [float(f"{(1 + (number * 31 + each * 17) % 97 / 97) * 10 ** (-each / 20):.4g}") for each in range(layers)]
     record = {
         "kind": "layers",
@@ -81,7 +80,10 @@ def layers_line(number: int, layers: int, *, named: bool) -> str:
 
 
 def make_log(root: Path, name: str, steps: int, layers: int = 0, *, every: int = 1) -> RunFolder:
-    """One step in ``every``, and records by layer as rarely as a run has them: 25 steps apart, later a thousandth."""
+    """Writes a log with one step in ``every``, and layer records with the intervals of a real run.
+
+    The interval is 25 steps, or a thousandth of the steps so far if that is more.
+    """
     folder, due = RunFolder.create(root, name), 1
     with folder.log.open("w") as log:
         log.write(to_json(Started(time_s=1.79e9, step=0, version="0", pid=1)) + "\n")
@@ -96,7 +98,7 @@ def make_log(root: Path, name: str, steps: int, layers: int = 0, *, every: int =
 
 @contextmanager
 def server_of(root: Path) -> Iterator[tuple[psutil.Process, int, str]]:
-    """Its process, port and token."""
+    """Context with a running server. Yields its process, port and token."""
     command = [sys.executable, "-m", "trainwright", "serve", str(root), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -163,7 +165,7 @@ ZOOM = """(share) => {
 
 
 def browser(path: Path, profile: Path) -> None:
-    """Frames of a browser without a window, which draws by the processor."""
+    """Measures frames of a headless browser, which renders on the CPU."""
     with browser_in(profile) as shown:
         opened: list[float] = []
         for _ in range(5):
@@ -179,7 +181,7 @@ def browser(path: Path, profile: Path) -> None:
 
 
 class Page(threading.Thread):
-    """Listens to the events of a run, and notes how late each step is."""
+    """Receives the events of a run. ``late_s``: the time from the writing of a step to its arrival."""
 
     def __init__(self, port: int, token: str, written_s: dict[int, float]) -> None:
         super().__init__(daemon=True)
@@ -195,7 +197,7 @@ class Page(threading.Thread):
 
 
 def look_at(process: psutil.Process) -> tuple[float, int, float, float]:
-    """Its memory, the fewest files that it has open within a moment, its CPU time, and when that was."""
+    """Returns memory, open files (minimum over 0.2 s), CPU time, and the time of the sample."""
     files = []
     for _ in range(20):
         files.append(process.num_fds())
@@ -204,7 +206,7 @@ def look_at(process: psutil.Process) -> tuple[float, int, float, float]:
 
 
 def show_growth(case: str, looks: Sequence[tuple[float, int, float, float]]) -> None:
-    """Print by how much the server grew since the first sample, and how busy it was."""
+    """Print the growth of the server since the first sample, and its CPU time as a fraction of one core."""
     (rss, files, cpu_s, at_s), later = looks[0], looks[1:]
     since = "a fifth of the time; at each further one"
     figure(BENCH, f"{case}_growth", [(each[0] - rss) / 2**20 for each in later], unit="MiB", against=since)

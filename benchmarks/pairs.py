@@ -1,4 +1,4 @@
-"""Two processes that train together, started as modules that take their part as JSON and print lines of JSON."""
+"""Starts two ranks as processes of a module, which receives its arguments as JSON and prints lines of JSON."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run_pair(module: str, ask: Mapping[str, Any], folder: Path, *, limit_s: floa
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """Returns a port that is free now."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]
@@ -40,7 +40,7 @@ def free_port() -> int:
 
 
 class Spinning:
-    """A context in which ``count`` other processes keep the machine busy."""
+    """Context in which ``count`` other processes keep the CPUs busy."""
 
     def __init__(self, count: int) -> None:
         self._count = count

@@ -1,16 +1,16 @@
-"""Runs in which something goes wrong, in five ways to train the same model, observed from outside.
+"""Compares five trainers in three situations: a stop and resume, a NaN in the data, and an incomplete last step.
 
     python -m benchmarks.peers [--only resume,nonfinite,window] [--trainers ours,lightning,accelerate,hf,plain]
 
-resume: stopped after step 17 of 40, in the midst of an epoch, and continued by a new process from what the trainer had
-saved; of the 23 losses after it, how many differ from those of a run that was not stopped. The data are augmented at
-random, the model has dropout. nonfinite: one sample of 160 holds a NaN, in steps 12 and 32; the share of weights that
-are finite at the end. window: 20 samples in micro-batches of 4, of which 4 make a step, so that the second step has
-only one; how far the weights are from those of a loop that is given whole batches.
+resume: the run is stopped after step 17 of 40, within an epoch, and resumed by a new process. The figure is the number
+of the 23 later losses that differ from those of an undisturbed run. The data are augmented at random, and the model has
+dropout. nonfinite: one sample of 160 has a NaN, in steps 12 and 32. The figure is the fraction of weights that are
+finite at the end. window: 20 samples in micro-batches of 4, with 4 micro-batches per step, so that the second step has
+only one. The figure is the distance of the weights from those of a loop with full batches, relative to their change.
 
-Each run is a process of its own, through the public calls that the trainer's documentation shows, at their defaults.
-``plain`` is a loop that saves the state_dict of model and optimizer, as in the tutorial of PyTorch. One JSON line for
-each figure; a trainer that is not installed prints a null.
+Each run is a process that uses the public calls in the trainer's documentation with their defaults. ``plain`` is a loop
+that saves the state_dict of model and optimizer, as in PyTorch's tutorial. Prints one JSON line for each figure, with
+null if the trainer is not installed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from benchmarks.peers_runs import CASES, STEPS, STOP, TRAINERS
 from benchmarks.processes import python
 
 LIBRARIES = {"lightning": "lightning", "accelerate": "accelerate", "hf": "transformers"}
-"""The library that a trainer needs."""
+"""Required library by trainer."""
 Outcome = dict[str, list[float]]
 
 
@@ -56,7 +56,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def resumed(trainer: str, folder: Path) -> list[float]:
-    """The number of losses after the stop that differ."""
+    """Returns the number of losses after the stop that differ."""
     whole = _run(trainer, "resume", folder / "whole", "whole")
     _run(trainer, "resume", folder / "stopped", "stopped")
     rest = _run(trainer, "resume", folder / "stopped", "resumed")
@@ -68,13 +68,13 @@ def resumed(trainer: str, folder: Path) -> list[float]:
 
 
 def nonfinite(trainer: str, folder: Path) -> list[float]:
-    """The share of weights that are finite after the run."""
+    """Returns the fraction of weights that are finite after the run."""
     seen = _run(trainer, "nonfinite", folder, "whole")
     return [] if seen is None else seen["finite"]
 
 
 def window(trainer: str, folder: Path, *, forks: bool = False) -> list[float]:
-    """How far the weights are from those of the plain loop over whole batches, over how far that moved them."""
+    """Returns the distance of the weights from those of the plain loop with full batches, relative to their change."""
     seen = _run(trainer, "window", folder / "run", "whole", forks=forks)
     plain = _run("plain", "window", folder / "plain", "whole", forks=forks)
     if seen is None or plain is None:

@@ -1,7 +1,7 @@
 """A run of ``benchmarks.peers`` in its own process: ``python -m benchmarks.peers_runs TRAINER CASE PART FOLDER``.
 
-PART is whole, stopped (after step 17) or resumed. Prints one JSON object: the losses of the steps that it took, the
-weights before and after, and the share of them that is finite.
+PART is whole, stopped (after step 17) or resumed. Prints one JSON object: the losses of its steps, the weights before
+and after, and the fraction of finite weights.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Augmented(Dataset[tuple[Tensor, Tensor]]):
 
 
 class Classifier(nn.Module):
-    """Keeps the losses of its training passes. It gives the loss itself where it gets labels, as models of HF do."""
+    """A classifier that keeps its training losses. With ``labels``, it returns the loss, as models of transformers."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Classifier(nn.Module):
 
 @dataclass
 class Case:
-    """A model, the number of steps, and the path of its checkpoint."""
+    """The model, the data and the settings of one case. ``part``: whole, stopped or resumed."""
 
     name: str
     part: str
@@ -112,7 +112,7 @@ class Case:
 
 
 def ours(case: Case) -> None:
-    """``tw.fit``: stopped by an observer, which also keeps the losses: the doctor passes through the model, too."""
+    """``tw.fit``, stopped by an observer. It also keeps the losses, because the doctor calls the model, too."""
     import trainwright as tw
 
     losses: list[float] = []
@@ -146,7 +146,7 @@ def ours(case: Case) -> None:
 
 
 def plain(case: Case) -> None:
-    """A loop of its own; with windows it is given whole batches."""
+    """A plain loop. In the case ``window``, it trains on full batches."""
     loader = DataLoader(case.data, case.micro * case.micros, shuffle=case.shuffles)
     optimizer, step, file = case.optimizer(case.model), 0, case.folder / "checkpoint.pt"
     if case.resumes:
@@ -286,7 +286,7 @@ RUNS: dict[str, Callable[[Case], None]] = {
 
 
 def main() -> None:
-    """Runs one and prints what became of it."""
+    """Runs one case and prints the outcome."""
     warnings.simplefilter("ignore")
     logging.disable(logging.ERROR)
     torch.set_num_threads(1)

@@ -1,16 +1,16 @@
-"""Predicted against measured peak memory of one optimizer step, each case in a fresh process.
+"""Predicted peak memory of one optimizer step relative to the measured peak, each case in a new process.
 
     python -m benchmarks.plan_accuracy [--quick] [--only gpt] [--held-out]
 
-The prediction is `forecast.traced_step.trace_step`: fake tensors, nothing allocated. It is made after the measurement,
-from the same function that builds model, loss, optimizer and batch. The measurement knows nothing of it: on the CPU
-torch's allocator reports every allocation and release to the profiler from before the model is built, and the peak is
-the largest running sum within the second step; on a GPU it is ``max_memory_allocated``. ``resident`` is the largest
-memory of the process as the operating system saw it, over that before the model was built: with what libraries allocate
-past torch's allocator, what malloc keeps, and the profiler's own records.
+The prediction is that of ``trainwright.plan.trace.traced_step.trace_step``, with fake tensors and without allocations.
+It is made after the measurement, with the same function that creates model, loss, optimizer and batch. On the CPU, the
+profiler receives every allocation and release of torch's allocator from before the model is created; the measured peak
+is the largest running sum within the second step. On a GPU, it is ``max_memory_allocated``. ``resident`` is the peak
+resident memory of the process, above that before the model was created. It also includes memory that libraries allocate
+without torch's allocator, memory that malloc keeps, and the records of the profiler.
 
-``--held-out`` takes the models of ``held_out.py`` instead, by which no rule of the simulator was written.
-One JSON line per case: value is predicted / measured. The last lines are the largest difference per model.
+``--held-out`` uses the models of ``held_out.py``, which were not used to develop the simulator. Prints one JSON line
+per case with predicted / measured; the last lines have the largest deviation per model.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ MODELS: dict[str, Make] = {
 HELD_OUT = {f"held_out_{name}": make for name, make in held_out.MODELS.items()}
 BLOCKS = {"gpt": 6, "lora": 6, "resnet": 9, "bert": 6}
 Case = tuple[str, str, int, bool]
-"""Model, precision, accumulation, whether every block is computed again."""
+"""Model, precision, accumulation, and whether activation checkpointing is on for every block."""
 
 
 def cases(quick: bool, others: bool) -> list[Case]:
@@ -124,7 +124,7 @@ def cases(quick: bool, others: bool) -> list[Case]:
 
 
 def measure(make: Make, case: Case, device: torch.device) -> dict[str, int]:
-    """Bytes of the second step: ``measured`` by the allocator, ``resident`` by the operating system."""
+    """Returns the peak bytes of the second step: ``measured`` by the allocator, ``resident`` by the system."""
     _, precision, accumulation, checkpointed = case
     process = psutil.Process()
     before = process.memory_info().rss
@@ -142,7 +142,7 @@ def measure(make: Make, case: Case, device: torch.device) -> dict[str, int]:
         batch = StepBatch(tuple(MicroBatch(copy, ids) for copy in copies))
         advance = make_step(subject.loss, precision=how, clip=make_clip("norm"))
         advance(state, batch)
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak of resident memory
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         with record_function(SECOND):
@@ -153,7 +153,7 @@ def measure(make: Make, case: Case, device: torch.device) -> dict[str, int]:
 
 
 def peak_of(profiled: profile) -> int:
-    """The largest running sum of the allocator's events within the second step, bytes."""
+    """Returns the largest running sum of the allocator's events within the second step, in bytes."""
     assert profiled.profiler is not None and profiled.profiler.kineto_results is not None
     events = profiled.profiler.kineto_results.events()
     second = next(event for event in events if event.name() == SECOND)
@@ -173,7 +173,8 @@ def predict(make: Make, case: Case, device: str) -> dict[str, Any]:
     trace = trace_step(make, **how, accumulation=accumulation, checkpointing=again)
     at = [trace.peak.phase, trace.peak.module, trace.peak.op]
     unseen = [[row.op, row.bound_bytes] for row in trace.unseen]
-    inside = sum(row.bound_bytes or 0 for row in trace.unseen if row.op == "cublas")  # of the allocator, on CUDA alone
+    # cublas allocates its workspace with torch's allocator, on CUDA only
+    inside = sum(row.bound_bytes or 0 for row in trace.unseen if row.op == "cublas")
     return {"predicted": trace.peak.total + inside, "at": at, "held": dict(trace.peak.held), "unseen": unseen}
 
 

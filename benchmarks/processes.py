@@ -1,4 +1,4 @@
-"""A Python process of its own for each run that a benchmark compares."""
+"""Starts a Python process for each run that a benchmark compares."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from typing import NoReturn
 class Started:
     """A process that runs ``python ARGUMENTS``, in ``cwd`` and with ``env``.
 
-    ``forks``: it is forked from this one, which has imported most of what it needs. For ``--quick``, where imports
-    would take longer than what is tried.
+    ``forks``: the process is forked from this one, which has imported most modules already. For ``--quick``, where the
+    imports would take longer than the runs.
     """
 
     def __init__(self, arguments: Sequence[str], *, cwd: Path, env: Mapping[str, str], forks: bool) -> None:
@@ -52,7 +52,7 @@ def python(arguments: Sequence[str], *, cwd: Path, env: Mapping[str, str], forks
 
 
 def _become(arguments: Sequence[str], cwd: Path, env: Mapping[str, str], fds: Sequence[int]) -> NoReturn:
-    """In the forked process, which never returns from here."""
+    """Runs ``python ARGUMENTS`` in the forked process. Never returns."""
     code = 1
     try:
         for number, fd in enumerate(fds, 1):
@@ -67,7 +67,7 @@ def _become(arguments: Sequence[str], cwd: Path, env: Mapping[str, str], fds: Se
         else:
             exec(compile(what, "<string>", "exec"), {"__name__": "__main__"})
         code = 0
-    except SystemExit as end:  # as ``--help`` ends
+    except SystemExit as end:  # for example of ``--help``
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)

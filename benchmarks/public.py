@@ -2,14 +2,14 @@
 
     python -m benchmarks.public [--half open|held_out] [--only mnist,gin] [--seeds 2] [--jobs 1] [--json] [--null]
 
-Every run has a process of its own. The two runs of a program and a seed must agree in every bit of the weights,
-buffers, optimizer states and losses, in the states of the random generators, in the files written, in the lines printed
-(times aside), in the warnings, and in pickles and copies of the model; and the watch must report no warning and nothing
-critical. Prints a line for each program, and below it each difference and each alarm.
+Every run is a process. The two runs of a program and a seed must agree in every bit of the weights, buffers, optimizer
+states and losses, in the states of the random generators, in the written files, in the printed lines (except times), in
+the warnings, and in pickles and copies of the model. The watch must report no warning or critical finding. Prints a
+line for each program, and below it each difference and each alarm.
 
-``--null`` compares two runs without the watch: it shows that the program is deterministic and learns.
+``--null`` compares two runs without the watch, to show that the program is deterministic and learns.
 
-The held-out half (see ``zoo/public/__init__.py``) is measured once, at the end of a piece of work.
+The held-out half (see ``zoo/public/__init__.py``) is measured only once, when a change of the doctor is complete.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _program(name: str, seeds: int, watched: bool) -> dict[str, Any]:
-    """Both runs of each seed, one after the other, each in a new process and in the same folder."""
+    """Makes both runs of each seed, one after the other, in new processes and the same folder. Returns the results."""
     row: dict[str, Any] = {"program": name, "wall_s": [], "ratio": [], "cpu_ratio": [], "alarms": [], "differences": []}
     for seed in range(seeds):
         with tempfile.TemporaryDirectory() as folder:

@@ -1,11 +1,11 @@
-"""The doctor's marks for faults of several ranks: programs of two gloo processes, watched.
+"""The doctor's scores for faults of several ranks: watched programs with two gloo processes.
 
     python -m benchmarks.rank_zoo [--apart] [--only X01,HX1] [--seeds 2] [--json]
 
 The programs are those of ``zoo/ranks.py``, with ``--apart`` those of ``zoo/ranks_apart.py``.
 
-recall: the right code is among the first three alarms of a rank. guilty: where a fault lies on one rank alone, that
-rank and no other is named. For healthy runs: how many of them have an alarm.
+recall: the right code is among the first three alarms of a rank. guilty: for a fault on one rank, that rank and no
+other is named. For healthy runs: the number of runs with an alarm.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from zoo.ranks_host import RANK_ENTRIES, score
 
 
 def main() -> None:
-    """Prints a line for each run, and two with the marks."""
+    """Prints a line for each run, and one with the scores."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", default="")
     parser.add_argument("--apart", action="store_true")
@@ -48,12 +48,12 @@ def main() -> None:
 
 
 def is_apart(name: str) -> bool:
-    """Return True if the program is in group Y."""
+    """Return True for the programs of ``zoo/ranks_apart.py``, group Y."""
     return name.removeprefix("H").startswith("Y")
 
 
 def marks(scores: list[dict[str, Any]]) -> dict[str, Any]:
-    """Recall over the faults, guilty ranks named, and alarms of healthy runs."""
+    """Returns the recall over the faults, the faulty ranks that were named, and the alarms of healthy runs."""
     faults = [each for each in scores if RANK_ENTRIES[each["id"]].labels]
     healthy = [each for each in scores if not RANK_ENTRIES[each["id"]].labels]
     guilty = [each["guilty"] for each in faults if each["guilty"] is not None]

@@ -2,20 +2,20 @@
 
     python -m benchmarks.recovery [--kills 20] [--ranks 2,4] [--faults rank,agent,link] [--times FILE]
 
-A small model trains as users start it: `trainwright train RECIPE -- --nproc-per-node N`, saving after each step.
+A small model trains with `trainwright train RECIPE -- --nproc-per-node N` and saves after each step. Faults:
 
 rank: SIGKILL of a random rank. Its torchrun starts all ranks again.
-agent: two torchruns with half of the ranks each, as on two machines. SIGKILL of the one that does not host the
+agent: two torchruns with half of the ranks each, as on two machines. SIGKILL of the torchrun that does not host the
 rendezvous. It is started again at once, as by a scheduler.
-link: two torchruns, too. All connections between their ranks are reset (`ss --kill`, in a network namespace). No
-process is killed, and the rendezvous stays reachable.
+link: two torchruns. All connections between their ranks are reset (`ss --kill`, in a network namespace). No process is
+killed, and the rendezvous stays reachable.
 
 Phases: detect, until the last old rank has ended; rendezvous, until all new ranks exist; load, until the run has
 started again (imports, connections, plan, checkpoint); first_step, until the next step is in the log. After each
 fault all committed checkpoints must verify and have the bits of an undisturbed run. At the end of a run its log must
 have the same losses and samples, each step once. `problems` counts the differences, and must be 0.
 
-With --times, each recovery is appended to a file. A later call with that file counts them, and adds the rest.
+With --times, each recovery is appended to a file. A later call with that file continues from these recoveries.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Launched:
             return subprocess.Popen(command, cwd=self._place.folder, stdout=said, stderr=subprocess.STDOUT)
 
     def ranks(self, number: int) -> list[psutil.Process]:
-        """The running ranks of a torchrun: forked by its server, or its own children."""
+        """Returns the running ranks of a torchrun: forked by its fork server, or its children."""
         with suppress(psutil.Error):
             children = psutil.Process(self.agents[number].pid).children()
             servers = [each for each in children if "multiprocessing.forkserver" in " ".join(each.cmdline())]
@@ -110,7 +110,7 @@ class Launched:
         return max(abs(each.wait()) for each in self.agents)
 
     def kill(self) -> None:
-        """Kill the torchruns. Their ranks then end by themselves."""
+        """Kill the torchruns. Their ranks then end as well."""
         for each in self.agents:
             each.kill()
 
@@ -120,7 +120,7 @@ class Launched:
 
 
 def ports_of(ranks: Sequence[psutil.Process]) -> dict[int, int]:
-    """Remote port by local port of the established connections of these processes."""
+    """Return the remote port by local port for the established connections of these processes."""
     found = [each for rank in ranks for each in rank.net_connections("tcp") if each.status == "ESTABLISHED"]
     return {each.laddr.port: each.raddr.port for each in found}
 
@@ -163,7 +163,7 @@ class Log:
         self.records += map(json.loads, filter(None, lines))
 
     def steps(self) -> list[dict[str, Any]]:
-        """The steps since the run started again; empty if it has not since ``begin``."""
+        """Return the steps since the newest start of the run; [] if it has not started since ``begin``."""
         self.follow()
         starts = [index for index, each in enumerate(self.records) if each["kind"] == "started"]
         return [each for each in self.records[starts[-1] :] if each["kind"] == "step"] if starts else []
@@ -311,7 +311,7 @@ def main() -> None:
     random.seed(options.seed + sum(map(len, history.times.values())))
     os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # a restarted torchrun would compile all modules again
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # shows what was measured
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # so that the figures so far are printed
     about("recovery")
     steps = min(160, 30 + options.kills * 2 * STEPS_BETWEEN[1])
     for ranks in map(int, options.ranks.split(",")):

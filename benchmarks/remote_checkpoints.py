@@ -1,11 +1,11 @@
-"""Copies checkpoints to an S3-compatible server whose connections are cut: the newest complete copy always loads.
+"""Copies checkpoints to an S3-compatible server whose connections are cut. The newest complete copy must always load.
 
     pip install s3fs "moto[server]"
     python -m benchmarks.remote_checkpoints [--quick] [--faults 200]
 
-A relay between the run and the server cuts a connection with some probability, after a random number of bytes, also
-in the middle of multipart uploads. After each checkpoint the run is fetched without faults. The fetched run must have
-the newest checkpoint that was reported as copied, or a newer one, with the right sizes and hashes.
+A relay between the run and the server cuts connections at random, after a random number of bytes, also within multipart
+uploads. After each checkpoint, the run is fetched without faults. The fetched run must have the newest checkpoint that
+was reported as copied, or a newer one, with the right sizes and hashes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MIN_PART_BYTES = 5 * 2**20
 CUT_PROBABILITY = 0.4
 MAX_CUT_BYTES = 5e6
 LOG_BYTES = 12_000_000
-"""Size of the log, which is copied with each checkpoint: three parts, too."""
+"""Size of the log, which is copied with each checkpoint in three parts."""
 
 
 class Relay:
@@ -78,7 +78,7 @@ class Relay:
                         self.cuts += 1
                         break
                 target.sendall(data)
-        for each in (source, target):  # not only shut down: a client that sends would then wait for ever
+        for each in (source, target):  # closed, too: after a shutdown alone, a client that sends would wait forever
             with suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
             each.close()
@@ -100,7 +100,7 @@ def main() -> None:
     from moto.server import ThreadedMotoServer
     from s3fs import S3FileSystem
 
-    logging.getLogger("werkzeug").setLevel(logging.CRITICAL)  # moto fails on a part of an upload that was aborted
+    logging.getLogger("werkzeug").setLevel(logging.CRITICAL)  # moto raises for parts of an aborted upload
     server = ThreadedMotoServer(port=0, verbose=False)
     server.start()
     port = server.get_host_and_port()[1]
@@ -110,9 +110,9 @@ def main() -> None:
     S3FileSystem._put_file = partialmethod(S3FileSystem._put_file, chunksize=MIN_PART_BYTES)
     S3FileSystem.retries = 1
     remote.RETRY_AFTER_S = (0.1,)  # type: ignore[assignment]
-    # one client for all: making one costs more processor time than a copy
+    # one client for all copies: creating a client takes more CPU time than a copy
     remote.StoredFolder.open = functools.cache(StoredFolder.open)  # type: ignore[method-assign]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # shows what was measured
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # so that the figures so far are printed
     boto3.client("s3", endpoint_url=f"http://127.0.0.1:{port}").create_bucket(Bucket="runs")
     about("remote_checkpoints")
     found = Found()

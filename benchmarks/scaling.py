@@ -1,4 +1,4 @@
-"""Several processes against one: ``tw.fit`` at its defaults, the same batch, one thread each.
+"""Several ranks compared with one process: ``tw.fit`` without the doctor, the same batch, one thread per process.
 
     python -m benchmarks.scaling [--rounds 3] [--ranks 2] [--link yes|idle] [--batch 192] [--quick]
 
@@ -13,11 +13,11 @@ by the time of the sum alone. With ``--link idle`` each linear layer sleeps befo
 its weights, as if a device computed. Neither the pass nor the link needs the processor then, so other programs on it
 hardly change the figure.
 
-One bucket cannot overlap: the link is idle until the first bucket is complete, or the last one is sent when the pass
-has ended. gloo also needs processor time on each rank: ``link_sum_cpu_s`` for all gradients at once, and
-``link_extra_cpu_s`` more in a step that sends them in buckets. Without a free core, the latter delays the pass and
-reduces ``hidden``. It depends on the number of buckets, not on the batch: of a backward pass of 50 ms (``--batch 32``)
-it is a fifth, of one of 0.3 s (``--batch 192``, the default where layers compute) 8 %.
+The time of one bucket cannot be hidden, because the link is idle until the first bucket is complete. gloo also needs
+CPU time on each rank: ``link_sum_cpu_s`` for all gradients at once, and ``link_extra_cpu_s`` more in a step that sends
+them in buckets. Without a free core, the latter delays the pass and reduces ``hidden``. It depends on the number of
+buckets, not on the batch: it is a fifth of a backward pass of 50 ms (``--batch 32``), and 8 % of one of 0.3 s
+(``--batch 192``, the default with ``--link yes``).
 """
 
 from __future__ import annotations

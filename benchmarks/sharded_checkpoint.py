@@ -1,12 +1,12 @@
-"""Checkpoints of a model that ranks divide: memory of each rank during a save, and what a rank reads in another layout.
+"""Checkpoints of a sharded model: memory of each rank during a save, and bytes that a rank reads in another layout.
 
     python -m benchmarks.sharded_checkpoint [--quick] [--ranks 4] [--parameters 50e6] [--moments 2]
 
 Each rank holds its part of a stack of linear layers and of AdamW's moments (FSDP2 on gloo), copies it, and writes it.
-The peak is that of the resident memory of the process from the copy to the commit, above that before the save. Then the
-checkpoint is loaded into models of 1, 2 and 8 ranks: seconds, and bytes that a rank reads. Every loaded element is
-compared. ``gathered`` is the save as it was before: each tensor is sent to rank 0, which writes all of them. With
-``--moments 0`` the weights are in bfloat16 without moments, and ``gathered`` is left out: --parameters 1e9 needs 8 GB.
+The peak is the peak resident memory of the process from the copy to the commit, above that before the save. Then the
+checkpoint is loaded into models of 1, 2 and 8 ranks. The figures are seconds, and the bytes that a rank reads. Every
+loaded element is compared. ``gathered`` sends each tensor to rank 0 instead, which keeps a copy of all. With
+``--moments 0``, weights are in bfloat16 without moments, and ``gathered`` is left out: --parameters 1e9 needs 8 GB.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Size:
 
 
 def _state(size: Size, value: float) -> TrainState:
-    """A state in which layer i and its moments are ``value`` + i. No rank ever has the full model."""
+    """Returns a state in which layer i and its moments are ``value`` + i. No rank ever holds the full model."""
     dtype = torch.float32 if size.has_moments else torch.bfloat16
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, dtype=dtype) for _ in range(size.layers)))
@@ -132,7 +132,7 @@ def _sharded(state: TrainState, folder: Path) -> None:
 
 
 def _gathered(state: TrainState, folder: Path) -> None:
-    """Gathers each tensor, which the first rank keeps. It is not written: the copy is what needs the memory."""
+    """Gathers each tensor on the first rank, which copies all. Nothing is written: the copy has the peak memory."""
     if distributed.get_rank() == 0:
         capture(state, Staging())
     else:
@@ -163,7 +163,7 @@ def _loaded(size: Size, folder: Path) -> dict[str, float]:
 
 
 def _memory_bytes(name: str, *, reset: bool = False) -> float:
-    """A line of /proc/self/status. ``reset``: the peak becomes the memory of now."""
+    """Returns a value of /proc/self/status in bytes. ``reset``: sets the peak (VmHWM) to the present memory first."""
     if reset:
         Path("/proc/self/clear_refs").write_text("5")
     lines = Path("/proc/self/status").read_text().splitlines()

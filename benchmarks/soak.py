@@ -1,12 +1,12 @@
-"""Does anything grow? ``tw.fit`` at its defaults, and a plain loop under ``tw.watch``, train for half an hour each.
+"""Memory growth over half an hour of training, with ``tw.fit`` at its defaults and in a plain loop under ``tw.watch``.
 
     python -m benchmarks.soak [--minutes 30] [--only fit,watch] [--threads 2] [--quick]
 
-Each is a process of its own that trains a small network with dropout and batch statistics as fast as it can. Every
-few seconds its memory, its objects from outside (threads, open files) and its folder are read. The first fifth of the
-time is left out: buffers fill there. For each, ``rss`` is the growth of resident memory between the second fifth and
-the last one, as a share of the former, ``peak`` the most that was resident, ``threads`` and ``files`` what was added
-in that time, ``log`` the bytes of the log per 1,000 steps, ``steps`` how many steps were trained.
+Each is a process that trains a small network with dropout and BatchNorm at full speed. Its memory, threads and open
+files are sampled every few seconds. The first fifth of the time is left out, because buffers fill. ``rss`` is the
+growth of resident memory from the second fifth to the last one, relative to the former; ``threads`` and ``files`` are
+the growth of their numbers. ``peak`` is the largest resident memory, ``log`` the size of the log per 1,000 steps, and
+``steps`` the number of steps.
 """
 
 from __future__ import annotations
@@ -83,9 +83,9 @@ def sampled(process: psutil.Process) -> Sample:
 
 
 def soak(name: str, minutes: float) -> tuple[list[Sample], int, int]:
-    """Runs one program; a run is asked to stop in time.
+    """Runs one program, and sends SIGTERM to ``tw.fit`` at the end of the time.
 
-    Returns what was seen at regular times, its steps, and the bytes of its log.
+    Returns the samples, the number of steps, and the size of the log in bytes.
     """
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         command = [sys.executable, "-c", PROGRAMS[name], str(minutes)]
@@ -98,9 +98,9 @@ def soak(name: str, minutes: float) -> tuple[list[Sample], int, int]:
                 try:
                     seen.append(sampled(process))
                 except psutil.NoSuchProcess:
-                    continue  # one of its children, or it, has just ended
+                    continue  # the process or one of its children has just ended
                 if name == "fit" and time.monotonic() - begin_s > 60 * minutes:
-                    child.terminate()  # a run saves and ends
+                    child.terminate()  # the run saves a checkpoint and ends
                     child.wait(GRACE_S)
         if child.returncode != 0:
             raise SystemExit(f"{name} ended with {child.returncode}")

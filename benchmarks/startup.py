@@ -1,10 +1,10 @@
-"""The cost of starting: the import, ``--help``, and the first step of a run, as wall time of a process.
+"""The time to start: the import, ``--help``, and the first step of a run, as wall time of a process.
 
     python -m benchmarks.startup [--quick]
 
-``import`` and ``help`` are compared with a bare ``python -c pass``; ``first_step`` is the time from the start of
-the process to the end of its first optimizer step, against a plain torch script that trains the same model on the
-same data. Ours builds, plans, rehearses and opens its log before that.
+``import`` and ``help`` are compared with ``python -c pass``. ``first_step`` is the time from the start of the process
+to the end of its first optimizer step, compared with a plain torch script that trains the same model on the same data.
+Before this step, Trainwright builds and plans the run, tries a step, and opens its log.
 """
 
 from __future__ import annotations
@@ -60,22 +60,22 @@ OUR_COMMAND = "from trainwright.cli import main; main()"  # what the console scr
 
 
 def in_a_process(code: str, *arguments: str, threads: int, folder: Path, forks: bool) -> str:
-    """Runs ``python -c code`` to its end; returns what it printed."""
+    """Runs ``python -c code`` to its end. Returns its output."""
     environ = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     if (bytecode := folder / "bytecode").exists():
         environ["PYTHONPYCACHEPREFIX"] = str(bytecode)
-        environ.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package has its bytecode beside it
+        environ.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package has bytecode, too
     return python(["-c", code, *arguments], cwd=folder, env=environ, forks=forks)
 
 
 def first_step_plain(run: Run) -> float:
-    """Seconds from the start of the process to the end of its first step."""
+    """Returns the seconds from the start of the process to the end of its first step."""
     begin_s = time.time()
     return float(run(PLAIN)) - begin_s
 
 
 def first_step_ours(run: Run, folder: Path) -> float:
-    """As ``first_step_plain``; the log says when the step was done."""
+    """Like ``first_step_plain``, for ``trainwright train``, whose log has the time of the step."""
     begin_s = time.time()
     printed = run(OUR_COMMAND, "train", "tiny.yaml", "--json")
     log = folder / json.loads(printed.splitlines()[-1])["run"] / "log.jsonl"
@@ -84,7 +84,7 @@ def first_step_ours(run: Run, folder: Path) -> float:
 
 
 def against(case: str, ours: Sequence[float], theirs: Sequence[float], what: str) -> None:
-    """Prints the difference in seconds and the ratio, round by round."""
+    """Prints the difference in seconds and the ratio, each computed per round."""
     more = [mine - other for mine, other in zip(ours, theirs, strict=True)]
     figure("startup", f"{case}_extra", more, unit="s", against=what)
     figure("startup", case, ratios(ours, theirs), unit="ratio", against=what)

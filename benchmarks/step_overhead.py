@@ -2,24 +2,24 @@
 
     python -m benchmarks.step_overhead [--rounds 3] [--tasks mlp,gpt] [--only plain,fit] [--seconds 80] [--quick]
 
-Defaults mean: the doctor watches, checkpoints are saved, the log is written; only the printing goes to no terminal.
-The plain loop is AdamW, ``clip_grad_norm_`` at 1.0 and a ``LambdaLR``, with the same batches in memory, the same number
-of threads, and nothing else: no log, no checkpoint, no guard.
+The defaults include doctor, checkpoints and log. Output is not printed to a terminal. The plain loop has AdamW,
+``clip_grad_norm_`` at 1.0 and a ``LambdaLR``, the same batches in memory and the same number of threads, but no log, no
+checkpoint and no guard.
 
-Each run is a process of its own, because a thread that one run leaves behind would slow the next one down. A round
-runs every variant once; the next round begins with another one. The figures of a task:
+Each run is a process, because a thread that is left by a run would slow the next one down. A round runs every variant
+once; each round begins with another variant. The figures of a task:
 
 ``TASK_plain_step``      microseconds of a step of the plain loop
 ``TASK_VARIANT``         mean time of a step after the first 64, as a ratio to the plain loop of the same round
-``TASK_VARIANT_median``  the same with the median step, which leaves out saves and closer looks
-``TASK_VARIANT_run``     the whole run, from its first line of code to its last, as a ratio to the plain loop
-``TASK_VARIANT_first_64``  share of the whole run that the first 64 steps took beyond 64 steps at the later pace
-``TASK_VARIANT_same_optimizer``  as ``TASK_VARIANT``, against the plain loop with the AdamW that Trainwright chose
+``TASK_VARIANT_median``  the same for the median step, which leaves out saves and examinations
+``TASK_VARIANT_run``     the full run, from its first line of code to its last, as a ratio to the plain loop
+``TASK_VARIANT_first_64``  extra time of the first 64 steps, compared with later steps, as a fraction of the full run
+``TASK_VARIANT_same_optimizer``  like ``TASK_VARIANT``, relative to a plain loop with Trainwright's AdamW implementation
 
 ``--steps`` is the length of the MLP's run; the GPT's is a twelfth of it. A task begins no round after ``--seconds``.
-``--only all`` also runs ``trainwright train``, Fabric, Accelerate, the HF Trainer and Lightning where they are
-installed, with their defaults, the same clipping and no progress bar. ``python -m benchmarks.host_time`` measures only
-the processor time of a step, by the number of tensors.
+``--only all`` also runs ``trainwright train`` and, if installed, Fabric, Accelerate, the HF Trainer and Lightning, with
+their defaults, the same clipping and no progress bar. ``python -m benchmarks.host_time`` measures the CPU time of a
+step by the number of tensors.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from benchmarks.processes import python
 from benchmarks.step_overhead_variants import FIRST, OURS, VARIANTS
 
 PEERS = {"fabric": "lightning", "accelerate": "accelerate", "transformers": "transformers", "lightning": "lightning"}
-"""Variants that need a package."""
+"""Required package by variant."""
 TASKS = ("mlp", "gpt")
 BY_DEFAULT = "plain_same_optimizer,fit,fit_no_doctor"
 ROUNDS = 3
@@ -54,7 +54,7 @@ def available() -> list[str]:
 def measured(
     task: str, variant: str, *, steps: int, options: argparse.Namespace, optimizer: dict[str, bool]
 ) -> dict[str, object]:
-    """Runs one variant in a process of its own. Returns what it printed, with the seconds of the whole process."""
+    """Runs one variant in a new process. Returns its output, and the seconds of the full process as ``process_s``."""
     path = os.pathsep.join([str(Path(__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     environ = {**os.environ, "OMP_NUM_THREADS": str(options.threads), "PYTHONPATH": path}
     with tempfile.TemporaryDirectory(prefix="overhead-") as folder:
@@ -77,7 +77,7 @@ class Rounds:
         self.optimizer: dict[str, bool] = {}
 
     def run(self, variants: list[str], steps: int, options: argparse.Namespace) -> None:
-        """Runs all of them, interleaved."""
+        """Runs all variants in each round."""
         begin_s = time.perf_counter()
         for number in range(options.rounds):
             if number and time.perf_counter() - begin_s > options.seconds:
@@ -150,7 +150,7 @@ def main() -> None:
     for task in options.tasks.split(","):
         rounds = Rounds(task)
         steps = options.steps if task == "mlp" or options.quick else options.steps // GPT_SHARE
-        if "plain_same_optimizer" in variants:  # which optimizer that is, a run of ours says
+        if "plain_same_optimizer" in variants:  # a run of ``tw.fit`` reports which optimizer this is
             first = measured(task, "fit", steps=8, options=options, optimizer={})
             rounds.optimizer = first["optimizer"]  # type: ignore[assignment]
         rounds.run(variants, steps, options)

@@ -1,10 +1,10 @@
-"""The runs that ``step_overhead.py`` compares: one of them, in a process of its own.
+"""The runs that ``step_overhead.py`` compares. Each call runs one of them in this process.
 
     python -m benchmarks.step_overhead_variants \
         '{"task": "mlp", "variant": "fit", "steps": 2000, "device": "cpu", "optimizer": {}}'
 
-Prints one JSON object: ``times_s``, the clock after each step (or after each logged one), ``steps``, their numbers, and
-``run_s``, the seconds from the first line of the run's own code to its last; importing the library is not in it.
+Prints one JSON object. ``times_s``: the time after each step (or after each logged step); ``steps``: the numbers of
+these steps; ``run_s``: the seconds from the first line of the run's code to its last, without importing the library.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 FIRST = 64
-"""Steps that are not counted in the time of a step: ours are looked at more closely there."""
+"""Number of first steps that are not counted, because Trainwright examines more of them."""
 LR, CLIP_AT, WARMUP = 1e-3, 1.0, 20
 
 
@@ -41,7 +41,7 @@ class Task:
     device: str = "cpu"
 
     def make_model(self) -> nn.Module:
-        """Returns 20-64-64-10, a step that is all overhead, or nanoGPT's size for a CPU: 4 layers of 128."""
+        """Returns an MLP 20-64-64-10, whose step is mostly overhead, or a GPT with 4 layers of width 128."""
         if self.name == "mlp":
             return nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
         from trainwright.models.gpt import gpt
@@ -59,7 +59,7 @@ class Task:
 
     @staticmethod
     def loss(output: Tensor, target: Tensor) -> Tensor:
-        """Returns the mean cross-entropy, of samples or of tokens."""
+        """Returns the mean cross-entropy over samples or tokens."""
         return F.cross_entropy(output.flatten(0, -2), target.flatten())
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -76,9 +76,9 @@ def make_task(name: str, steps: int, device: str = "cpu") -> Task:
 
 @dataclass
 class Clock:
-    """The time after each step: an Observer of ours, and what the other loops call.
+    """Records the time after each step. It is an Observer of ``tw.fit``; other loops call it.
 
-    A GPU is waited for after step FIRST and after the last one, so that the time between them is that of its work.
+    It waits for a GPU after step FIRST and after the last step, so that the time between them includes its work.
     """
 
     steps: int
@@ -97,7 +97,7 @@ class Clock:
 
 
 def factor(steps: int) -> Callable[[int], float]:
-    """Returns the share of the peak learning rate at a step: a warm-up and a cosine."""
+    """Returns a function from the step to the fraction of the peak learning rate: warm-up and cosine."""
     return lambda step: min(1.0, (step + 1) / WARMUP) * 0.5 * (1 + math.cos(math.pi * min(1.0, step / steps)))
 
 
@@ -106,7 +106,7 @@ def adamw(model: nn.Module, implementation: dict[str, bool]) -> Optimizer:
 
 
 def plain(task: Task, clock: Clock, implementation: dict[str, bool] | None = None) -> None:
-    """The loop that one writes by hand."""
+    """The plain PyTorch loop."""
     model = task.make_model().to(task.device)
     optimizer = adamw(model, implementation or {})
     scheduler = LambdaLR(optimizer, factor(task.steps))
@@ -146,7 +146,7 @@ def fit(task: Task, clock: Clock, settings: dict[str, object] | None = None) -> 
 
 
 def command(task: Task) -> dict[str, object]:
-    """``trainwright train recipe.yaml``, whose log says when each tenth step was done."""
+    """``trainwright train recipe.yaml``. Returns the times of every tenth step from its log."""
     Path("parts.py").write_text(
         "import torch\n"
         "from benchmarks.step_overhead_variants import make_task\n"
@@ -175,7 +175,7 @@ def command(task: Task) -> dict[str, object]:
 
 
 def fabric(task: Task, clock: Clock) -> None:
-    """Lightning Fabric around the plain loop, as its documentation shows it."""
+    """The plain loop with Lightning Fabric, as in its documentation."""
     from lightning.fabric import Fabric
 
     fabric = Fabric(accelerator=task.device, devices=1)
@@ -195,7 +195,7 @@ def fabric(task: Task, clock: Clock) -> None:
 
 
 def accelerate(task: Task, clock: Clock) -> None:
-    """Accelerate around the plain loop, as its documentation shows it."""
+    """The plain loop with Accelerate, as in its documentation."""
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=task.device == "cpu")
@@ -215,7 +215,7 @@ def accelerate(task: Task, clock: Clock) -> None:
 
 
 class Batches:
-    """The batches of a run with a length, as a loader has it. ``names`` are the keys of a batch."""
+    """A loader of all batches of a run, with a length. ``names``: keys of a batch that is a dict."""
 
     batch_size = None
 
@@ -231,7 +231,7 @@ class Batches:
 
 
 def transformers(task: Task, clock: Clock) -> None:
-    """The HF Trainer: it saves each 500 steps, logs, and clips at 1.0, as it does by default."""
+    """The HF Trainer with its defaults: it logs, saves every 500 steps, and clips at 1.0."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     class WithLoss(nn.Module):
@@ -265,7 +265,7 @@ def transformers(task: Task, clock: Clock) -> None:
 
 
 def lightning(task: Task, clock: Clock) -> None:
-    """Lightning's Trainer: its logger and its checkpoint at the end of the epoch, as it does by default."""
+    """Lightning's Trainer with its defaults: a logger, and a checkpoint at the end of the epoch."""
     from lightning import Callback, LightningModule, Trainer
 
     class Module(LightningModule):
@@ -301,14 +301,14 @@ def lightning(task: Task, clock: Clock) -> None:
 
 
 OURS: dict[str, dict[str, object]] = {"fit": {}, "fit_no_doctor": {"log.doctor": False}}
-"""``tw.fit`` with these settings."""
+"""Settings of ``tw.fit`` by variant."""
 BY_HAND = {"fabric": fabric, "accelerate": accelerate, "transformers": transformers, "lightning": lightning}
 LIBRARIES = {"fabric": "lightning.fabric", **{name: name for name in BY_HAND if name != "fabric"}}
 VARIANTS = ("plain", "plain_same_optimizer", *OURS, "train", *BY_HAND)
 
 
 def run(task: Task, variant: str, optimizer: dict[str, bool]) -> dict[str, object]:
-    """Runs one variant and returns what it measured."""
+    """Runs one variant and returns its measurements."""
     if variant == "train":
         return command(task)
     clock, chosen = Clock(task.steps, task.device), None

@@ -1,4 +1,4 @@
-"""Sweeps: 24 trials killed five times by SIGKILL against an undisturbed sweep, and two trials at once against one.
+"""Compares a sweep of 24 trials that is killed five times with an undisturbed one, and two parallel trials with one.
 
     python -m benchmarks.sweep kills [--trials 24] [--kills 5]
     python -m benchmarks.sweep speed [--trials 8] [--pairs 3]
@@ -44,27 +44,27 @@ OVER = ("optimizer.lr=log:1e-3..1", "seed=0..100")
 
 
 def prepare(folder: Path, *, steps: int = 40) -> Path:
-    """Writes the recipe and its data, and returns the recipe."""
+    """Writes the recipe and its data. Returns the path of the recipe."""
     (folder / "points.py").write_text(POINTS)
     (folder / "recipe.yaml").write_text(RECIPE.format(steps=steps))
     return folder / "recipe.yaml"
 
 
 def command(recipe: Path, name: str, trials: int, *options: str) -> list[str]:
-    """The command line of a sweep of ``recipe``."""
+    """Returns the command line of a sweep of ``recipe``."""
     over = [word for each in OVER for word in ("--over", each)]
     where = ["--name", name, "--folder", str(recipe.parent)]
     return [sys.executable, "-m", "trainwright", "sweep", str(recipe), *over, "--trials", str(trials), *where, *options]
 
 
 def table(folder: Path) -> list[tuple[Any, ...]]:
-    """The columns of a table that do not depend on the clock, the best trial first."""
+    """Returns the columns of a sweep's table that do not depend on the clock, best trial first."""
     rows = json.loads((folder / "sweep.json").read_text())["trials"]
     return [(row["trial"], sorted(row["params"].items()), row["value"], row["steps"], row["ended"]) for row in rows]
 
 
 def killed(arguments: list[str], kills: int, seed: int, *, longest_s: float) -> int:
-    """Runs a command to its end, and kills it up to ``kills`` times on the way. Returns the number of kills."""
+    """Starts a command until it ends, and kills it up to ``kills`` times before. Returns the number of kills."""
     draw = random.Random(seed)
     for done in range(kills):
         process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -102,7 +102,7 @@ def run_kills(trials: int, kills: int, seed: int, options: list[str]) -> dict[st
 
 
 def run_speed(trials: int, pairs: int) -> dict[str, Any]:
-    """Times a sweep with one trial at a time and with two, in turn."""
+    """Measures sweeps with one trial at a time and with two, in alternating order."""
     seconds: dict[str, list[float]] = {"1": [], "2": []}
     with tempfile.TemporaryDirectory() as text:
         recipe = prepare(Path(text), steps=400)

@@ -2,8 +2,8 @@
 
     python -m benchmarks.time_foretold [--quick] [--only gpt-tiny,demo]
 
-Each built-in recipe trains in a process of its own, unchanged except for its length. The figures are measured time /
-predicted time: ``step`` of a step, ``run`` from the first step to the end, and ``left`` from step 50 to the end.
+Each built-in recipe trains in a new process, unchanged except for its length. The figures are measured time / predicted
+time: ``step`` for a step, ``run`` from the first step to the end, and ``left`` from step 50 to the end.
 ``demo_budget`` is the time of ``demo --budget 20s`` from its first step to its end, divided by 20 s, and
 ``demo_training`` the fraction of that time in which it trained.
 """
@@ -32,9 +32,9 @@ LENGTHS = {
     "lstm-text": ("until=150steps",),
     "resnet-digits": ("until=4ep",),
 }
-"""The recipes that train on two cores, and how long they are trained here."""
+"""Lengths by recipe, for the recipes that train on two cores."""
 SMALL = ("model.args.width=4", "log.doctor=false")
-"""For ``--quick``."""
+"""Settings for ``--quick``."""
 CORRECTED = re.compile(r"a step takes .* ends about [^,]+, in (?:(\d+) min )?([0-9.e+]+) (ms|s)$")
 
 
@@ -55,13 +55,13 @@ class Run:
 
     @property
     def step_s(self) -> float:
-        """The mean over all steps; a record has that of the steps since the record before."""
+        """Mean time of a step over all steps. A record has the mean of the steps since the previous record."""
         numbers = [0, *(record["step"] for record in self.steps)]
         return sum(r["step_s"] * (b - a) for r, (a, b) in zip(self.steps, pairwise(numbers))) / numbers[-1]
 
     @property
     def after_that_s(self) -> float:
-        """From step ``STEPS_BEFORE_PREDICTION`` to the end."""
+        """Time from step ``STEPS_BEFORE_PREDICTION`` to the end."""
         said_s = next(record["time_s"] for record in self.steps if record["step"] >= STEPS_BEFORE_PREDICTION)
         return float(self.records[-1]["time_s"] - said_s)
 
@@ -93,7 +93,7 @@ def measured(recipe: str, until: str, threads: int, rounds: int, more: Sequence[
 
 
 def demo_budget(threads: int, budget_s: float) -> tuple[float, float]:
-    """The time from the first step to the end as a share of the budget, and the share of it that was training."""
+    """Returns the time from the first step to the end as a fraction of the budget, and the fraction spent training."""
     with tempfile.TemporaryDirectory() as name:
         command = (OUR_COMMAND, "demo", "--budget", f"{budget_s:g}s")
         in_a_process(*command, threads=threads, folder=Path(name), forks=False)
@@ -114,7 +114,7 @@ def main() -> None:
             for until in lengths[:1] if options.quick else lengths:
                 short = ("until=3steps", SMALL) if options.quick else (until, ())
                 measured(recipe, short[0], threads, options.rounds, short[1], forks=options.quick)
-    if options.quick:  # it is a process more
+    if options.quick:  # the demo would need another process
         return
     whole, trained = zip(*[demo_budget(threads, options.budget) for _ in range(options.rounds)])
     figure("time_foretold", "demo_budget", whole, unit="ratio", against=f"--budget {options.budget:g}s")

@@ -1,14 +1,14 @@
-"""Seconds of training to a validation loss: the demo recipe against a plain loop in nanoGPT's manner.
+"""Training time to reach a validation loss: the demo recipe compared with nanoGPT's loop.
 
     python -m benchmarks.time_to_loss [--quick] [--seconds 60] [--pairs 1]
 
-The plain loop (nanogpt.py) trains for ``--seconds`` and reaches the loss L. Then ``recipes/demo.yaml`` is trained
-with rising budgets until its loss is at most L; ``same_loss`` is the time it trained over the time that the plain
-loop did, null when even the whole time is too short. Pairs differ in their seeds.
+The plain loop (nanogpt.py) trains for ``--seconds`` and reaches the loss L. Then ``recipes/demo.yaml`` is trained with
+rising time budgets until its loss is at most L. ``same_loss`` is its training time divided by that of the plain loop;
+null if even the full time is too short. Pairs differ in their seeds.
 
-Both losses are means over the whole validation split in windows of 64 characters, in fp32, so neither model sees
-more context than the other. Only training is timed (batches included); evaluation, saving and samples are not.
-Every training has a process of its own, one after the other.
+Both losses are means over the full validation split in windows of 64 characters, in fp32, so both models have the same
+context. Training time includes the batches, but not evaluation, saving and samples. Trainings are processes that run
+one after the other.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Trained(NamedTuple):
 
 
 def validation_loss(model: nn.Module, every: int) -> float:
-    """Mean over each ``every``-th window of 64 of the validation split, in fp32."""
+    """Returns the mean loss over every ``every``-th window of 64 characters of the validation split, in fp32."""
     windows = python_topics("val", block_size=BLOCK)
     ids_NT, target_NT = windows.fetch_batch(np.arange(0, len(windows), every))
     model.eval()
@@ -65,17 +65,17 @@ def validation_loss(model: nn.Module, every: int) -> float:
 
 
 def train_plain(budget_s: float, seed: int, every: int) -> Trained:
-    """The loop that one writes by hand, on the same text."""
+    """Trains nanoGPT's loop on the same text."""
     torch.manual_seed(seed)
     text = python_topics("train", block_size=BLOCK)
-    ids = torch.cat([text[number][0] for number in range(len(text))])  # its windows lie end to end
+    ids = torch.cat([text[number][0] for number in range(len(text))])  # the windows are consecutive
     model = nanogpt.NanoGPT(text.classes)
     steps, elapsed_s = nanogpt.train(model, ids, budget_s)
     return Trained(validation_loss(model, every), elapsed_s, steps)
 
 
 class KeepJob:
-    """An Observer that sees nothing: it keeps the job, so that the trained model can be looked at afterwards."""
+    """An Observer that only keeps the job, for access to the trained model."""
 
     def __call__(self, job: Job, folder: RunFolder, progress: Progress) -> KeepJob:
         self.job = job
@@ -86,11 +86,11 @@ class KeepJob:
 
 
 def train_ours(budget_s: float, seed: int, every: int) -> Trained:
-    """The demo recipe as ``trainwright train`` runs it; the averaged weights when it keeps an average."""
+    """Trains the demo recipe as ``trainwright train`` does. Evaluates the averaged weights if it keeps an average."""
     kept = KeepJob()
     with tempfile.TemporaryDirectory() as folder:
         settings = [f"until={budget_s!r}s", f"seed={seed}", f"folder={folder}"]
-        settings += ["evaluation.every=1run", "evaluation.batches=1"]  # it is not timed, and judged below
+        settings += ["evaluation.every=1run", "evaluation.batches=1"]  # the loss is computed below instead
         train(load(builtin_recipes() / TASKS["text"], overrides=settings, environ={}), quiet=True, extras=[kept])
     parts, state = kept.job.parts, kept.job.state
     require_same_split(parts.train.dataset)
@@ -100,7 +100,7 @@ def train_ours(budget_s: float, seed: int, every: int) -> Trained:
 
 
 def require_same_split(data: Any) -> None:
-    """The recipe must learn from and be judged on the text that the plain loop is."""
+    """Fails unless the recipe has the text and the split of the plain loop."""
     assert isinstance(data, CharText)
     same = python_topics(data.split, block_size=data.sample_tokens, stride=data.stride)
     assert data.content_sha256() == same.content_sha256(), "the recipe has another text or another split"
@@ -113,7 +113,7 @@ def train_here(side: str, budget_s: float, seed: int, threads: int, every: int) 
 
 
 def trained(side: str, budget_s: float, *, seed: int, threads: int, every: int, quick: bool) -> Trained:
-    """Trains in a fresh process and waits for it."""
+    """Trains in a new process and waits for it."""
     asked = f"{side!r}, {budget_s!r}, {seed}, {threads}, {every}"
     words = ["-c", f"from benchmarks import time_to_loss; time_to_loss.train_here({asked})"]
     printed = python(words, cwd=Path(__file__).parents[1], env=os.environ, forks=quick)

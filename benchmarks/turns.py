@@ -9,7 +9,7 @@ from typing import Any
 
 
 class TurnsOver(Exception):
-    """Ends the training of a process whose parent wants no further turn."""
+    """Ends the training of a process whose parent requests no further turn."""
 
 
 def wait_for_turn(answer: Any) -> None:
@@ -28,14 +28,14 @@ class Child:
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
 
     def answer(self) -> Any:
-        """Waits until the current turn is over."""
+        """Waits until the current turn is over. Returns the value that the process sends."""
         assert self._process.stdout is not None
         if not (line := self._process.stdout.readline()):
             raise SystemExit(f"{' '.join(map(str, self._process.args))} ended early")  # type: ignore[arg-type]
         return json.loads(line)
 
     def turn(self) -> Any:
-        """Lets it train a turn."""
+        """Starts a turn, and returns its answer."""
         assert self._process.stdin is not None
         self._process.stdin.write("go\n")
         self._process.stdin.flush()

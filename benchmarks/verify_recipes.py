@@ -1,10 +1,10 @@
-"""Each recipe in the box, killed and resumed: the same bits, in each precision, with and without worker processes?
+"""Verifies that each built-in recipe, killed and resumed, has the same bits, in each precision and with workers or not.
 
     python -m benchmarks.verify_recipes [--quick] [--steps 6] [--only gpt-tiny.yaml]
 
-One JSON line for each combination: recipe, precision, workers before and after, equal, seconds, and what differs or
-why it cannot be tried (equal: null). It ends with 1 unless all are equal. Recipes are taken in the small forms of the
-tests. ``--quick`` is one combination of each recipe.
+Prints one JSON line for each combination: recipe, precision, workers before and after, equal, seconds, and the
+differences, or the reason why it cannot run (equal: null). The exit code is 1 unless all are equal. Recipes have the
+small sizes of the tests. ``--quick`` runs one combination of each recipe.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from trainwright.errors import TrainwrightError
 
 
 def verified(name: str, precision: str, workers: tuple[int, int], steps: int) -> bool:
-    """Prints the line of one combination."""
+    """Verifies one combination and prints its line. Returns True if it is equal."""
     line = {"recipe": name, "precision": precision, "workers": workers, "steps": steps}
     try:
         proof = verify_resume(small_trial(name, precision, workers, steps))

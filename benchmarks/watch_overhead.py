@@ -2,15 +2,14 @@
 
     python -m benchmarks.watch_overhead [--quick] [--device cuda] [--only mlp,gpt]
 
-Programs: an MLP of about half a millisecond, a GPT (4 blocks of 128, 12 x 64 tokens) of some 50 ms, the same for half a
-minute, and three that call the model many times in a step: REINFORCE (50 calls with gradients), an actor-critic that
-acts without them, and a language model that generates 24 tokens before each step.
+Programs: an MLP (0.5 ms per step), a GPT (4 blocks of width 128, 12 x 64 tokens, 50 ms per step), the same GPT for half
+a minute, and three programs that call the model many times per step: REINFORCE (50 calls with gradients), an
+actor-critic (50 calls without gradients), and a language model that generates 24 tokens before each step.
 
-``total`` is the ratio of whole runs, with everything that the watch does: entering and leaving it, its run folder and
-its page, and all examinations. ``work`` is the same in processor time, which other programs disturb less. ``step`` is
-the ratio of the median steps after the first 64. ``examined`` is what the examinations took of the training time.
-``memory`` is what the recorder held, ``collections`` how often Python's garbage collector went through all objects:
-each time takes 0.1 s or more.
+``total`` is the ratio of full runs, with all costs of the watch: start and end, run folder, page, and examinations.
+``work`` is the same in CPU time, which other load affects less. ``step`` is the ratio of the median steps after the
+first 64. ``examined`` is the time of examinations as a fraction of the training time. ``memory`` is the memory that the
+recorder held. ``collections`` is the number of full garbage collections; each takes 0.1 s or more.
 """
 
 from __future__ import annotations
@@ -36,21 +35,21 @@ from benchmarks.figures import about, arguments, figure, interleaved, ratios
 from trainwright.models.gpt import gpt as gpt_model
 
 FIRST = 64
-"""Steps that ``step`` leaves out."""
+"""Number of first steps that ``step`` leaves out."""
 CALLS, TOKENS = 50, 24
 Step = Callable[[], Tensor]
 """Returns the loss of the next step."""
 
 
 def mlp(device: str) -> tuple[nn.Module, Step]:
-    """The half-millisecond step."""
+    """An MLP whose step takes 0.5 ms."""
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10)).to(device)
     x, y = torch.randn(64, 64), torch.randint(10, (64,))
     return model, lambda: F.cross_entropy(model(x.clone().to(device)), y.clone().to(device))
 
 
 def gpt(device: str) -> tuple[nn.Module, Step]:
-    """nanoGPT's CPU size."""
+    """A GPT of nanoGPT's size for CPUs."""
     model = gpt_model(vocab_size=65, block_size=64, layers=4, heads=4, d_model=128).to(device)
     ids = torch.randint(65, (12, 65))
 
@@ -62,7 +61,7 @@ def gpt(device: str) -> tuple[nn.Module, Step]:
 
 
 def reinforce(device: str) -> tuple[nn.Module, Step]:
-    """One action at a time, each with a graph."""
+    """REINFORCE with one model call with gradients per action."""
     policy = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 2)).to(device)
 
     def loss() -> Tensor:
@@ -89,7 +88,7 @@ class ActorCritic(nn.Module):
 
 
 def actor_critic(device: str) -> tuple[nn.Module, Step]:
-    """Acts without gradients, then learns from all of it at once."""
+    """An actor-critic that acts without gradients, and learns from all actions in one call."""
     model = ActorCritic().to(device)
 
     def loss() -> Tensor:
@@ -117,7 +116,7 @@ class Language(nn.Module):
 
 
 def generation(device: str) -> tuple[nn.Module, Step]:
-    """Writes some tokens in eval mode, and is trained on them."""
+    """A language model that generates tokens in eval mode, and is trained on them."""
     model = Language().to(device)
 
     def loss() -> Tensor:
@@ -144,7 +143,7 @@ MAKE = {
 
 @dataclass
 class Runs:
-    """Runs of ``steps`` steps, each in a run folder of its own. Notes the median step and what the watch says."""
+    """Runs of ``steps`` steps, each with its own run folder. Keeps the figures of each run."""
 
     make: Callable[[str], tuple[nn.Module, Step]]
     steps: int
@@ -157,7 +156,7 @@ class Runs:
     collections: list[float] = field(default_factory=list)
 
     def __call__(self) -> float:
-        """Seconds of a run."""
+        """Makes a run. Returns its time in seconds."""
         with tempfile.TemporaryDirectory() as folder:
             torch.manual_seed(0)
             model, loss = self.make(self.device)
@@ -191,7 +190,7 @@ def _full_collections() -> int:
 
 
 def main() -> None:
-    """Seven JSON lines for each program."""
+    """Prints seven JSON lines for each program."""
     options = arguments(
         __doc__,
         rounds=(5, 2),

@@ -1,8 +1,9 @@
-"""Two gloo processes that train under the watch while two others spin: no time-out, and the bits of the same run alone.
+"""Two watched gloo processes on a busy machine must not time out, and must have the bits of the unwatched run.
 
     python -m benchmarks.watched_ranks [--runs 24] [--spinning 2]
 
-Each run is one program of ``zoo/ranks.py`` with one seed: first alone, then watched on both ranks.
+Each run is one program of ``zoo/ranks.py`` with one seed, first unwatched, then watched on both ranks. ``--spinning``
+other processes keep the CPUs busy.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ if not __package__:
 from benchmarks.pairs import Spinning, run_pair
 
 PROGRAMS = ("HX1", "HX2", "HX3", "HX4", "HX6", "HX7", "HX8", "X15")
-"""Programs that are to reach their end."""
+"""Programs that must reach their end."""
 
 
 def main() -> None:
@@ -43,7 +44,7 @@ def main() -> None:
 
 
 def outcome(pair: list[dict[str, object]]) -> dict[str, object]:
-    """Return if both ranks ended, and if their weights equal those of ranks that are not watched."""
+    """Return whether both ranks ended without an error, and whether their weights equal those of unwatched ranks."""
     return {
         "ended": all(not each["error"] and not each["failures"] for each in pair),
         "same_bits": all(each["bits"] == each["bits_alone"] for each in pair),

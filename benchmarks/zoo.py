@@ -1,13 +1,12 @@
-"""The doctor's marks: every fault and healthy run of the zoo under ``tw.watch``, by group.
+"""The doctor's scores for every fault and healthy run of the zoo under ``tw.watch``, by group.
 
     python -m benchmarks.zoo [--group D|L|M|I|O|G|P|S|A|T|K|H] [--only D01,L05] [--seeds 5] [--jobs 2] [--json] [--show]
 
-Recall: an alarm (warning or worse) once the fault is active and none before. top-1, top-3: the place of the right
-diagnosis. location: module, op, micro-batch and sample ids exact, for non-finite faults. in time: within the delay of
-its class (non-finite 0 steps, structural 1, behaviour 50, memory 200; a divergence 3 steps before the loss
-doubles, or at its first step).
-tried: remedies in model, data or configuration that were tried on the replay. For healthy runs (H): critical
-findings, and warnings for 10,000 steps.
+recall: an alarm (warning or critical) after the fault is active, and none before. top1, top3: the right diagnosis is
+first, or among the first three. location: module, op, micro-batch and sample ids are exact, for non-finite faults.
+in_time: within the delay of the fault's class (non-finite 0 steps, structural 1, behaviour 50, memory 200; divergence:
+3 steps before the loss doubles, or at its first step). tried: the remedy was tried in a replay, for faults in model,
+data or configuration. Healthy runs (H): critical findings, and warnings per 10,000 steps.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from zoo import judge
 
 
 def main() -> None:
-    """Prints one line for each group and one for all."""
+    """Prints one line for each group, and one for all faults."""
     options = _arguments()
     names = [n for n, e in sorted(judge.load().items()) if e.group in options.group or not options.group]
     names = [n for n in names if not options.only or n in options.only.split(",")]
