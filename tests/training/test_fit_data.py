@@ -15,7 +15,7 @@ import trainwright as tw
 from trainwright.assembly.assemble import Parts
 from trainwright.commands.check.samples import read
 from trainwright.data.unwrap import unwrap
-from trainwright.errors import RecipeError, UsageError
+from trainwright.errors import DataError, RecipeError, UsageError
 from trainwright.plan.trace.blueprint import make_blueprint
 from trainwright.recipe import from_mapping
 
@@ -31,8 +31,9 @@ QUICK = {"log.doctor": False, "precision": "fp32"}
         ((X, Y.tolist()), "torch.tensor(y)"),
         ((X.tolist(), Y.tolist()), "torch.tensor(y)"),
         ((ROWS, ROWS), "val="),
+        ({"x": X.tolist(), "y": Y.tolist()}, "give rows, [dict(zip(data, row))"),
     ],
-    ids=["tensor and list", "lists", "datasets"],
+    ids=["tensor and list", "lists", "datasets", "dict of lists"],
 )
 def test_a_tuple_of_columns_is_not_taken_for_samples(data: object, remedy: str) -> None:
     with pytest.raises(UsageError) as caught:
@@ -49,6 +50,31 @@ def test_a_tuple_of_a_frame_and_a_series_needs_a_table() -> None:
 
 def test_samples_that_are_tuples_stay_samples() -> None:
     assert unwrap(((X[0], 1), (X[1], 0))).samples == 2
+
+
+def test_a_set_that_is_not_used_is_said() -> None:
+    data = {"train": ROWS, "test": ROWS}
+    result = tw.fit(nn.Linear(4, 2), data, nn.CrossEntropyLoss(), until="1steps", settings=QUICK, quiet=True)
+    notes = json.loads((result.run / "plan.json").read_text())["notes"]
+    assert [note["choice"] for note in notes if note["topic"] == "not used"] == ["the set 'test' of data"]
+    assert result.val_loss is None
+
+
+def test_an_observer_may_be_named_as_in_a_recipe() -> None:
+    early = {"use": "early_stopping", "args": {"patience": 1, "min_delta": 1e9}}
+    options: dict[str, Any] = {"val": (X, Y), "until": "9ep", "batch": 60, "quiet": True, "settings": QUICK}
+    results = [
+        tw.fit(nn.Linear(4, 2), (X, Y), nn.CrossEntropyLoss(), observers=each, **options) for each in (early, [early])
+    ]
+    assert [result.step for result in results] == [4, 4]
+
+
+def test_rows_of_texts_need_a_tokenizer() -> None:
+    turns = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "I."}]
+    data = [{"messages": turns * (1 + position % 3)} for position in range(40)]
+    with pytest.raises(DataError) as caught:
+        tw.fit(nn.Linear(4, 2), data, lambda model, batch: model(X).sum(), until="1steps", settings=QUICK, quiet=True)
+    assert "Chat(FILE" in caught.value.remedy
 
 
 class Seen(tw.Observer):

@@ -228,6 +228,12 @@ def test_fit_takes_a_name(folder: Path, name: str | Path) -> None:
     assert torch.equal(logits(exported), logits(model_of(by_name)))
 
 
+@pytest.mark.parametrize("settings", [{"model.args.dtype": "bf16"}, {"model": {"args": {"dtype": "bf16"}}}])
+def test_fit_loads_a_named_model_with_its_args(folder: Path, settings: dict[str, Any]) -> None:
+    data = {"input_ids": IDS.repeat(4, 1), "labels": IDS.repeat(4, 1)}
+    assert model_of(tw.fit("base", data, batch=4, steps=1, settings=settings, quiet=True)).dtype == torch.bfloat16
+
+
 def test_fit_refuses_a_name_that_is_nowhere(folder: Path) -> None:
     with pytest.raises(UsageError, match=r"there is no folder ./bse") as caught:
         tw.fit("./bse", {"input_ids": IDS, "labels": IDS}, steps=1, quiet=True)

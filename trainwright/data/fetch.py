@@ -213,6 +213,20 @@ FORM_REMEDY = (
 )
 
 
+TEXT_REMEDY = (
+    "the samples are texts: let a dataset tokenize them, for example trainwright.finetune.datasets.Chat(FILE, "
+    "tokenizer=...), see docs/how-to/chat-data.md"
+)
+
+
+def _has_texts(sample: Sample) -> bool:
+    """Return True for a mapping with a text or a list of messages, as files for fine-tuning have."""
+    return isinstance(sample, Mapping) and any(
+        isinstance(value, str) or (isinstance(value, list | tuple) and value and isinstance(value[0], Mapping))
+        for value in sample.values()
+    )
+
+
 def batch_seed(seed: int, epoch: int, start: int) -> int:
     """Return a seed that depends only on the data read, not on the worker."""
     return seed_of(f"{seed}:{epoch}:{start}")
@@ -347,6 +361,8 @@ def _collated(key: Key, samples: list[Sample], collate: Collate) -> Fetched | Fa
         return Fetched(key, collate(samples))
     except Exception as error:
         what, ids = f"{text_of(error, lines=1)} while collating", key.ids.tolist()
+        if all(map(_has_texts, samples)):
+            return Failed(tuple(ids), what, TEXT_REMEDY)
         alone = samples_at_fault(samples, collate).items()
         if alone:
             return [BadSample(ids[at], f"{what} ({why})") for at, why in alone]

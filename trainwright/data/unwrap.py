@@ -155,6 +155,11 @@ def _dataset(data: object) -> AnyDataset:
         return data
     if _gives_batches(data):
         return ReadyBatches(data)
+    if isinstance(data, Mapping) and data and all(isinstance(part, list) for part in data.values()):
+        raise UsageError(
+            f"the columns {', '.join(map(str, data))} are lists",
+            remedy="give rows, [dict(zip(data, row)) for row in zip(*data.values())], or tensors or arrays as columns",
+        )
     raise UsageError(
         f"a {type(data).__name__} is not a dataset: it lacks __getitem__ and __len__, and cannot be iterated",
         remedy="give a Dataset, a DataLoader, a tuple or dict of tensors of one length, or an iterable of batches",

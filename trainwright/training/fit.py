@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -178,7 +178,8 @@ def fit(
             objects with ``update(outputs, targets)``, ``compute()`` and ``reset()``, such as ``torchmetrics`` has, or
             to functions of all outputs and all targets.
         observers: Functions of ``(result, state)``, or objects whose ``observe(result, state)`` is called after each
-            step, and whose ``close()``, if defined, is called at the end. Returning a ``tw.Stop`` ends the run.
+            step, and whose ``close()``, if defined, is called at the end. Returning a ``tw.Stop`` ends the run. Also
+            entries as in a recipe, such as ``{"use": "generate", "args": {...}}``.
         restore_best: Load the weights of the best validation into the model at the end.
         retain_grad: Glob patterns of module names, such as ``["blocks.3.*"]``. Norms and histograms of the gradients
             with respect to the outputs of these modules are logged in some steps and shown on the page
@@ -261,8 +262,10 @@ def fit_objects(
                 remedy="pass data for this pretrained model; or pass an nn.Module, or a function that returns "
                 "(model, data, loss), or its name 'module:function'",
             )
+        settings, args = _without_model_args(options.get("settings"))
+        options = {**options, "settings": settings}
         with seeded(options.get("seed")):
-            model = load_pretrained(model)
+            model = load_pretrained(model, **args)
     if not isinstance(model, nn.Module):
         with seeded(options.get("seed")):
             made = call_function(model, {"data": data, "loss": loss, **options})
@@ -282,6 +285,9 @@ def _fit_objects(
     advance, optimizer, schedule = options.get("advance"), options.get("optimizer"), options.get("schedule")
     batch, device, settings = options.get("batch"), options.get("device"), options.get("settings")
     observers = options.get("observers", ())
+    if isinstance(observers, Mapping) or not isinstance(observers, Iterable):
+        observers = [observers]
+    named_observers = [each for each in observers if isinstance(each, str | Mapping)]
     require_ready(model)
     judge = loss if loss is not None else ModelLoss() if advance is None else no_loss
     if not isinstance(judge, str):
@@ -296,7 +302,7 @@ def _fit_objects(
         "device": None if device is None else str(device),
     }
     by_path = {path: asked[key] for key, path in SHORT_NAMES.items() if asked.get(key) is not None}
-    data, val = _split(data, options.get("val"))
+    data, val, unused = _split(data, options.get("val"))
     take = partial(_unwrapped, model, judge)
     train_data = take(data, "data")
     sets = {name: take(each, f"val[{name!r}]" if name else "val") for name, each in _by_name(val).items()}
@@ -311,6 +317,8 @@ def _fit_objects(
         overrides.append(("log.retain_grad", [patterns] if isinstance(patterns, str) else list(patterns)))
     if named_metrics:
         overrides.append(("metrics", named_metrics))
+    if named_observers:
+        overrides.append(("observers", named_observers))
     loaded = from_mapping(recipe, overrides=[*overrides, *more], name="tw.fit")
     if judge is no_loss:
         require_no_loss_needed(loaded.recipe)
@@ -322,13 +330,13 @@ def _fit_objects(
     custom = CustomObjects(
         optimizer=objects.optimizer,
         schedule=objects.schedule,
-        observers=[as_observer(each) for each in (observers if isinstance(observers, Iterable) else [observers])],
+        observers=[as_observer(each) for each in observers if not isinstance(each, str | Mapping)],
         advance=advance,
         metrics=own_metrics,
         generators=None if is_seeded else generators,
         rebuild=rebuild._replace(is_seeded=is_seeded)._asdict(),
     )
-    notes = tuple(_unused_notes(train_data, next(iter(sets.values()), None)))
+    notes = tuple(_unused_notes(train_data, next(iter(sets.values()), None), unused))
     parts = Parts(model, train_data, val_sets, no_loss if isinstance(judge, str) else judge, notes, custom=custom)
     if not isinstance(judge, str):
         return FitObjects(loaded, parts)
@@ -366,12 +374,13 @@ def _unwrapped(model: nn.Module, judge: str | Callable[..., object], data: objec
         raise UsageError(f"fit: {argument}: {error.message}", remedy=error.remedy) from None
 
 
-def _split(data: object, val: object) -> tuple[object, object]:
-    """Return the training and the validation set. A dict of datasets is split by its keys."""
+def _split(data: object, val: object) -> tuple[object, object, list[str]]:
+    """Return the training set, the validation set and the names of unused sets. A dict of datasets is split by keys."""
     if not isinstance(data, Mapping) or isinstance(data.get("train"), Tensor | np.ndarray | None):
-        return data, val
-    named = next((data[name] for name in ("validation", "val", "valid") if name in data), None)
-    return data["train"], named if val is None else val
+        return data, val, []
+    named = next((name for name in ("validation", "val", "valid") if name in data and val is None), None)
+    unused = [str(name) for name in data if name not in ("train", named)]
+    return data["train"], val if named is None else data[named], unused
 
 
 def _require_usable(train: Unwrapped, sets: Iterable[Unwrapped], batch: int | None) -> None:
@@ -389,8 +398,10 @@ def _require_usable(train: Unwrapped, sets: Iterable[Unwrapped], batch: int | No
             )
 
 
-def _unused_notes(train: Unwrapped, val: Unwrapped | None) -> Iterator[Note]:
-    """Yield notes on DataLoader arguments that have no effect."""
+def _unused_notes(train: Unwrapped, val: Unwrapped | None, unused: Iterable[str]) -> Iterator[Note]:
+    """Yield notes on datasets and on DataLoader arguments that have no effect."""
+    for name in unused:
+        yield Note("not used", f"the set {name!r} of data", f"to evaluate on it, pass val=data[{name!r}]")
     for name, why in train.not_used.items():
         yield Note("not used", f"{name} of the DataLoader", why)
     if val is not None and val.workers:
@@ -425,6 +436,17 @@ def _overrides(
     for path, _ in overrides:
         _require_new(str(path), by_path, objects)
     return [*overrides, *by_path.items()]
+
+
+def _without_model_args(settings: object) -> tuple[Any, dict[str, Any]]:
+    """Return ``settings`` without those of ``model.args``, and these, with which a model is loaded by its name."""
+    if not isinstance(settings, Mapping):
+        return settings, {}
+    flat, prefix = dict(_flattened(settings)), "model.args."
+    args = flat.pop("model.args", None)
+    loaded_with = dict(args) if isinstance(args, Mapping) else {}
+    loaded_with |= {path.removeprefix(prefix): value for path, value in flat.items() if path.startswith(prefix)}
+    return {path: value for path, value in flat.items() if not path.startswith(prefix)}, loaded_with
 
 
 def _require_new(path: str, by_path: Mapping[str, object], objects: ObjectArguments) -> None:

@@ -30,7 +30,7 @@ Named: TypeAlias = str | Mapping[str, object]
 MetricsLike: TypeAlias = "str | Sequence[Named] | Mapping[str, Named | Metric | Callable[..., object]]"
 """One name, several of ``Named``, or a mapping from names to ``Named``, metric objects or functions."""
 
-ObserverLike: TypeAlias = "Observer | Callable[[StepResult, TrainState], Stop | None]"
+ObserverLike: TypeAlias = "Observer | Callable[[StepResult, TrainState], Stop | None] | str | Mapping[str, object]"
 
 
 class RunOptions(TypedDict, total=False):
