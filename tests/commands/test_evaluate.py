@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import trainwright as tw
 from tests.commands import made
 from trainwright.commands.evaluate import evaluate_run, predict_run
-from trainwright.errors import UsageError
+from trainwright.errors import RecipeError, UsageError
 from trainwright.recipe import from_mapping
 
 pytestmark = pytest.mark.process  # each starts threads that read the machine
@@ -98,6 +98,9 @@ def test_a_model_is_evaluated_with_metrics() -> None:
     assert found.loss == pytest.approx(float(nn.functional.cross_entropy(outputs, y)), rel=1e-6)
     assert found.metrics["sum"] == pytest.approx(float(outputs.sum()), rel=1e-5)
     assert repr(found).startswith("loss 0.") and "sum" in repr(found)
+    assert tw.evaluate(model, (x, y), "cross_entropy").loss == found.loss
+    with pytest.raises(RecipeError, match=r"did you mean cross_entropy\?"):
+        tw.evaluate(model, (x, y), "cross_entropie")
 
 
 def test_a_result_is_evaluated_with_what_its_run_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

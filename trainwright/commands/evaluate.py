@@ -32,7 +32,7 @@ from trainwright.engine.input_errors import explaining
 from trainwright.engine.loss import Batch, Loss, ModelLoss, called_with
 from trainwright.engine.metrics import NO_METRICS, MetricSet, joined, metric_set, on_host
 from trainwright.errors import UsageError, text_of
-from trainwright.recipe import DATASETS, Loaded, load
+from trainwright.recipe import DATASETS, Loaded, from_mapping, load
 from trainwright.recipe.resolve import LIVE, is_live, make
 from trainwright.recipe.schema import DEFAULT_BATCH_SIZE
 from trainwright.runs.folder import RunFolder, identity_of
@@ -121,8 +121,11 @@ def _fitting(folder: RunFolder) -> Iterator[None]:
         ) from None
 
 
-def loss_of(chosen: ChosenModel, given: Callable[..., Loss | Tensor] | None) -> Callable[..., Loss | Tensor]:
+def loss_of(chosen: ChosenModel, given: str | Callable[..., Loss | Tensor] | None) -> Callable[..., Loss | Tensor]:
     """Return the passed loss, the loss of the result or of the run's recipe, or the loss that the model returns."""
+    if isinstance(given, str):
+        any_run = {"until": "1steps", "model": "mlp", "data": {"train": "digits"}}
+        return build_loss(from_mapping({**any_run, "loss": given}, name="tw.evaluate"))
     if given is not None:
         return given
     if chosen.loaded is None:
@@ -173,7 +176,7 @@ def _named(chosen: ChosenModel, name: str) -> Unwrapped:
 def evaluate(
     of: nn.Module | Result | str | Path,
     data: object,
-    loss: Callable[..., Loss | Tensor] | None = None,
+    loss: str | Callable[..., Loss | Tensor] | None = None,
     *,
     metrics: MetricsLike | None = None,
     model: nn.Module | None = None,
@@ -203,11 +206,11 @@ def evaluate(
         UsageError: The model, checkpoint, data or loss does not exist or cannot be used.
     """
     chosen = chosen_model(of, model, str(which), average=average)
-    loss = loss_of(chosen, loss)
-    found = _metrics_of(chosen, loss) if metrics is None else resolve_metrics(metrics, loss)
+    loss_fn = loss_of(chosen, loss)
+    found = _metrics_of(chosen, loss_fn) if metrics is None else resolve_metrics(metrics, loss_fn)
     found.to(chosen.device)
     batches = batches_of(chosen, data, batch)
-    return _evaluated(chosen, loss, batches, found)
+    return _evaluated(chosen, loss_fn, batches, found)
 
 
 def _evaluated(
