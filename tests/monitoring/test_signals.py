@@ -54,7 +54,7 @@ def handlers_are_put_back() -> Iterator[None]:
 def handlers() -> dict[signal.Signals, object]:
     return {
         number: _default_for_late(number, signal.getsignal(number))
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
     }
 
 
@@ -88,6 +88,25 @@ def test_signals_just_after_a_stopped_run_are_ignored(monkeypatch: pytest.Monkey
     monkeypatch.setattr("trainwright.monitoring.signals.IGNORE_SIGNALS_S", 0.0)
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_repeated_hangup_counts_once() -> None:
+    with listening(Signals(lambda _: None)) as signals:
+        os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert signals.received == signal.SIGHUP
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_hangup_that_nohup_ignores_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with listening(Signals(pytest.fail)) as signals:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert signals.received is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 class Finalized:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -133,3 +134,33 @@ def test_a_script_does_not_go_on_as_if_it_had_finished() -> None:
     assert "resume='runs/run'" in done.stdout and "step-00000003" in saved_steps(Path("runs/run"))
     ended = [json.loads(line) for line in Path("runs/run/log.jsonl").read_text().splitlines()][-1]
     assert (ended["kind"], ended["ending"], ended["reason"]) == ("ended", "stopped", "SIGINT")
+
+
+IN_A_TERMINAL = """\
+import time, torch, trainwright as tw
+
+class Slow(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+    def __getitem__(self, index):
+        time.sleep(0.01)
+        return torch.ones(4), index % 2
+
+loss = torch.nn.CrossEntropyLoss()
+tw.fit(torch.nn.Linear(4, 2), Slow(), loss, steps=4000, batch=4, settings={"log.every": "1steps"})
+"""
+
+
+def test_a_run_whose_terminal_is_closed_is_saved(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(IN_A_TERMINAL)
+    process, terminal = pty.fork()
+    if process == 0:
+        os.execv(sys.executable, [sys.executable, str(tmp_path / "train.py")])
+    said = b""
+    while b"first loss" not in said:  # from then on it draws a live line
+        said += os.read(terminal, 4096)
+    os.close(terminal)
+    _, status = os.waitpid(process, 0)
+    last = json.loads(Path("runs/run/log.jsonl").read_text().splitlines()[-1])
+    assert os.waitstatus_to_exitcode(status) == 75
+    assert last["reason"] == "SIGHUP" and f"step-{last['step']:08d}" in saved_steps(Path("runs/run"))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import signal
 import sys
 from contextlib import suppress
 
 from trainwright.cli import running, before, jobs, after, views, agents  # isort: skip  (in the order of --help)
 from trainwright.cli.app import app
 from trainwright.cli.torchrun import leave_exit_code
-from trainwright.monitoring.signals import STOPPED_EXIT_CODE, ignore_late_signals
+from trainwright.monitoring.signals import STOPPED_EXIT_CODE, set_late_handlers
 from trainwright.report.failure import EXIT_INTERRUPTED
 
 __all__ = ["after", "agents", "app", "before", "jobs", "views", "main", "running"]
@@ -30,7 +31,7 @@ def main() -> None:
         raise SystemExit(141) from None  # the code of a program that SIGPIPE ended
     except SystemExit as end:
         if end.code == STOPPED_EXIT_CODE:
-            ignore_late_signals()
+            set_late_handlers(lambda _: signal.SIG_IGN)  # Python removes its own handlers before the process ends
         leave_exit_code(end.code or 0, os.environ)
         if end.code == EXIT_INTERRUPTED:
             sys.stdout.flush()

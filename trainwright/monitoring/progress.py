@@ -11,7 +11,8 @@ import math
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -205,9 +206,15 @@ class Progress:
         """Print a line without masking secrets, such as an address with its token."""
         if self._quiet:
             return
-        try:
+        with self._until_unreadable():
             self._console.print(printable(translated(text)), highlight=False, markup=False, emoji=False, soft_wrap=True)
-        except (OSError, SystemExit):  # a reader that closed the pipe must not stop the training
+
+    @contextmanager
+    def _until_unreadable(self) -> Iterator[None]:
+        """Print nothing more if the terminal or the reader of the pipe is gone, which must not stop the training."""
+        try:
+            yield
+        except (OSError, SystemExit):
             self._quiet = True
 
     def evaluated(self, step: int, seen: EvaluationResult) -> None:
@@ -243,7 +250,8 @@ class Progress:
         self._samples, self._tokens = state.num_samples, state.num_tokens
         if self._live:
             text = Text(line.text(self._console.width), no_wrap=True, overflow="ellipsis")
-            self._live.update(text, refresh=True)
+            with self._until_unreadable():
+                self._live.update(text, refresh=True)
         elif self._cell:
             self._cell.update(line.text(), result.step, line.loss)
         else:
@@ -274,7 +282,8 @@ class Progress:
 
     def close(self) -> None:
         if self._live:
-            self._live.stop()
+            with self._until_unreadable():
+                self._live.stop()
 
 
 def _at_this_pace(state: TrainState) -> float | None:

@@ -28,9 +28,10 @@ RESEND_AFTER_S = 0.02
 IGNORE_SIGNALS_S = 1.0
 """Seconds after the second signal, or after the run that the first one ended, in which further ones are ignored.
 
-They would interrupt the exit, or end a process whose run is saved with another exit code.
+They would interrupt the exit, or end a process whose run is saved with another exit code. ``tw.fit`` ends this.
 """
 STOPPED_EXIT_CODE = 75
+HANGUP = getattr(signal, "SIGHUP", None)  # Windows has none
 _DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
 GRACE_VARIABLE = "TRAINWRIGHT_GRACE_S"
 WARNING_GRACE_FRACTION = 0.8  # of the grace time: a warning is printed if the step has not ended by then
@@ -71,33 +72,37 @@ def forward_signal(name: str, message: str) -> None:
         raise SystemExit(STOPPED_EXIT_CODE)
 
 
-def ignore_late_signals() -> None:
-    """Ignore signals until the process ends, if a run that a signal ended has just been saved.
-
-    Python removes its own handlers before the process ends.
-    """
-    for number in signal.valid_signals():
-        if getattr(signal.getsignal(number), "__func__", None) is Signals._handle_late:
-            signal.signal(number, signal.SIG_IGN)
+def set_late_handlers(handler: Callable[[int], Any]) -> None:
+    """Replace the handlers that a run ended by a signal has left, by those that ``handler`` returns for a signal."""
+    if threading.current_thread() is threading.main_thread():
+        for number in signal.valid_signals():
+            if getattr(signal.getsignal(number), "__func__", None) is Signals._handle_late:
+                signal.signal(number, handler(number))
 
 
-def _default(number: int) -> Any:
+def default_handler(number: int) -> Any:
+    """Return Python's handler of a signal."""
     return signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+
+
+def _by_nohup(number: int) -> bool:
+    """Return True if the program was started to go on after its terminal is closed."""
+    return number == HANGUP and signal.getsignal(number) is signal.SIG_IGN
 
 
 def _default_for_late(number: int, handler: Any) -> Any:
     """Return the default handler instead of ``_handle_late``, which an earlier run has left installed."""
-    return _default(number) if getattr(handler, "__func__", None) is Signals._handle_late else handler
+    return default_handler(number) if getattr(handler, "__func__", None) is Signals._handle_late else handler
 
 
 class Signals:
     """Handles SIGINT and the signals in ``names`` from ``listen`` to ``close``: the current step is finished first.
 
-    A second signal ends the process at once (KeyboardInterrupt). Outside the main thread it does nothing, because
-    Python delivers no signals there. With ``grace_s``, the seconds from the signal to the kill, it reports the
-    remaining time. ``newest`` returns the newest checkpoint and ``saving_s`` the duration of the last save (None:
-    unknown). The state after the step is saved, even if the step ends late; a kill during the save leaves the newest
-    checkpoint intact.
+    A second signal ends the process at once (KeyboardInterrupt), except a second SIGHUP. Outside the main thread it
+    does nothing, because Python delivers no signals there. With ``grace_s``, the seconds from the signal to the kill,
+    it reports the remaining time. ``newest`` returns the newest checkpoint and ``saving_s`` the duration of the last
+    save (None: unknown). The state after the step is saved, even if the step ends late; a kill during the save leaves
+    the newest checkpoint intact.
 
     If no step is in progress (``at_once``), the signal interrupts the current work. ``repeated``: a launcher passes on
     signals that the process has also received directly, so signals within REPEATED_SIGNAL_S count as one.
@@ -109,7 +114,7 @@ class Signals:
     def __init__(
         self,
         say: Callable[[str], None],
-        names: Sequence[str] = ("SIGTERM", "SIGUSR1"),
+        names: Sequence[str] = ("SIGTERM", "SIGUSR1", "SIGHUP"),
         grace_s: float | None = None,
         *,
         repeated: bool = False,
@@ -157,7 +162,7 @@ class Signals:
         self._speaker = threading.Thread(target=self._report_signal, name="signals", daemon=True)
         with small_stacks():
             self._speaker.start()
-        before = {number: signal.signal(number, self._handle) for number in self._numbers}
+        before = {number: signal.signal(number, self._handle) for number in self._numbers if not _by_nohup(number)}
         self._before = {number: _default_for_late(number, handler) for number, handler in before.items()}
         self._hook, sys.unraisablehook = sys.unraisablehook, self._on_dropped
 
@@ -184,6 +189,8 @@ class Signals:
                 raise StopRequest(self._stop(number))
             return
         if self.received is not None:
+            if number == self.received == HANGUP:
+                return  # if a terminal is closed, both the kernel and the shell send it
             now_s = time.monotonic()
             if (
                 self._repeated and now_s - self._received_s < REPEATED_SIGNAL_S
@@ -200,7 +207,7 @@ class Signals:
     def _handle_late(self, number: int, _frame: FrameType | None) -> None:
         """Ignore signals within IGNORE_SIGNALS_S. A later signal ends the process, as by default."""
         if time.monotonic() - max(self._quit_s, self._closed_s) >= IGNORE_SIGNALS_S:
-            signal.signal(number, _default(number))
+            signal.signal(number, default_handler(number))
             signal.raise_signal(number)
 
     def _in_child(self, number: int) -> None:

@@ -697,7 +697,8 @@ class Checkpoint(Section):
         default=True, description="Training continues while a copy of the state is written (costs its size in memory)."
     )
     signals: Annotated[tuple[Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP"], ...], Field(strict=False)] = Field(
-        default=("SIGTERM", "SIGUSR1"), description="Signals that make a run save and stop, besides SIGINT."
+        default=("SIGTERM", "SIGUSR1", "SIGHUP"),
+        description="Signals that make a run save and stop, besides SIGINT.",
     )
 
     @model_validator(mode="before")

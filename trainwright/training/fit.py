@@ -23,7 +23,7 @@ from trainwright.engine.observer import as_observer
 from trainwright.errors import UsageError, require_choice
 from trainwright.finetune.packing import with_packing
 from trainwright.models.pretrained import load_pretrained
-from trainwright.monitoring.signals import forward_signal
+from trainwright.monitoring.signals import default_handler, forward_signal, set_late_handlers
 from trainwright.plan.make import Note
 from trainwright.recipe import LOSSES, Loaded, from_mapping
 from trainwright.recipe.resolve import import_factory
@@ -184,7 +184,8 @@ def fit(
         retain_grad: Glob patterns of module names, such as ``["blocks.3.*"]``. Norms and histograms of the gradients
             with respect to the outputs of these modules are logged in some steps and shown on the page
             (docs/how-to/layer-statistics.md).
-        on_interrupt: The behaviour after a signal (Ctrl-C, SIGTERM, SIGUSR1) has stopped the run and it is saved.
+        on_interrupt: The behaviour after a signal (Ctrl-C, SIGTERM, SIGUSR1, SIGHUP) has stopped the run and it is
+            saved.
             ``"raise"``: raise KeyboardInterrupt for Ctrl-C. For other signals, call the handler of your program, or
             exit the process with code 75 if it has none. ``"return"``: return the result, whose ``interrupted_by``
             is the name of the signal.
@@ -236,6 +237,7 @@ def fit(
         quiet=quiet,
         serve=serve,
     )
+    set_late_handlers(default_handler)
     if result.interrupted_by and on_interrupt == "raise":
         go_on = f"tw.fit(..., resume={str(result.run)!r})"
         forward_signal(result.interrupted_by, f"the run stopped after step {result.step:,}; continue it with {go_on}")
