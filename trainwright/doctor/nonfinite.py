@@ -67,7 +67,7 @@ def finding_of(run: RunContext, traced: Traced, mechanism: Mechanism) -> Finding
     ids = sorted({i for each in same for i in each.ids})
     ids = ids if len(ids) <= MAX_IDS else list(first.ids)
     harmless = is_harmless(run, step, trace)
-    symptom = f"step {step} is not finite"
+    symptom = f"NaN or infinite values in step {step}"
     alone = "one sample" if len(first.rows or ()) == 1 else f"each of {len(first.rows or ())} samples"
     was_diverging = first.kind == "op" and _was_diverging(run, step)
     cause = cause_of(first, mechanism) + (f"; {alone} of the batch causes it alone" if first.rows else "")
@@ -81,10 +81,10 @@ def finding_of(run: RunContext, traced: Traced, mechanism: Mechanism) -> Finding
             f"a learning rate of {lr / 10:g} or less, or gradient clipping; if the loss rises then too, clamp the input"
         )
     elif harmless:
-        symptom = f"the loss of step {step} is not finite, its gradients are: only the reported loss is affected"
+        symptom = f"the loss of step {step} is not finite, but its gradients are: only the reported loss is affected"
     return run.finding(
         step,
-        symptom=symptom + (f" (so were {len(same) - 1} later ones)" if len(same) > 1 else ""),
+        symptom=symptom + (f" (and in {len(same) - 1} later ones)" if len(same) > 1 else ""),
         cause=cause,
         remedy=remedy,
         severity="warning" if harmless and not grew else None,

@@ -29,8 +29,8 @@ def kept_state_changes(run: RunContext, facts: KeptFacts) -> Results:
     elif facts.changed:
         kept = facts.changed[0]
         yield run.finding(
-            symptom=f"the state_dict() of step {kept.taken} is {USES[kept.used]} after step {kept.used_at}, with "
-            "the weights of that step",
+            symptom=f"the state_dict() of step {kept.taken} is {USES[kept.used]} after step {kept.used_at}, but it "
+            f"contains the weights of step {kept.used_at}",
             sure=0.95 if kept.used == "load" else 0.85 if kept.used else 0.6,
             since_step=kept.taken,
             where=Where(source=kept.source),

@@ -14,7 +14,8 @@ def weights_not_loaded(run: RunContext, facts: ResumeFacts) -> Results:
 
     Usual cause: names that differ by `module.`, `_orig_mod.` or `model.`.
 
-    Fix: remove the prefix, `{k.removeprefix("module."): v for k, v in state.items()}`, and load with `strict=True`.
+    Fix: remove the prefix, for example `{k.removeprefix("module."): v for k, v in state.items()}`, or load the state of
+    this model. Use `strict=True`.
 
     Sources: Lightning #4333, torchgeo/torchgeo#4036.
     """

@@ -18,7 +18,7 @@ def edges_not_shifted(run: RunContext, exams: Every[BatchFacts]) -> Results:
     Usual cause: a collate function concatenates `edge_index` without an offset, or with another offset than the number
     of nodes of all graphs before.
 
-    Fix: add the running sum of the numbers of nodes:
+    Fix: add the number of nodes of all previous graphs to each `edge_index`.
 
         offsets = itertools.accumulate((g.num_nodes for g in graphs[:-1]), initial=0)
         edge_index = torch.cat([g.edge_index + n for g, n in zip(graphs, offsets)], 1)

@@ -13,8 +13,8 @@ def empty_sample(run: RunContext) -> Results:
 
     Looks like: data.nonfinite_input, where the input itself is not finite.
 
-    Fix: remove such samples when the dataset is built (`keep = lengths > 0`), or clamp the count: `(h * mask).sum(1) /
-    mask.sum(1).clamp(min=1)`.
+    Fix: remove such samples when the dataset is built (`keep = lengths > 0`), or clamp the count:
+    `(h * mask).sum(1) / mask.sum(1).clamp(min=1)`.
 
     Sources: Automodel PR 2468.
     """

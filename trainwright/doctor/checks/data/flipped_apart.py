@@ -24,12 +24,12 @@ def flipped_apart(run: RunContext, facts: SamplesFacts) -> Results:
 
     Looks like: data.label_feature_misaligned, where inputs and labels never belong together.
 
-    Fix: draw once for both:
+    Fix: apply one random draw to both, for example to the concatenation of image and mask.
 
         both = flip(torch.cat([image, mask]))
         image, mask = both[:3], both[3:]
 
-    or give both to one call of `torchvision.transforms.v2`, the mask as a `tv_tensors.Mask`.
+    Or give both to one call of `torchvision.transforms.v2`, the mask as a `tv_tensors.Mask`.
 
     Sources: Project-MONAI/MONAI#1102, keras-team/keras-preprocessing#236.
     """

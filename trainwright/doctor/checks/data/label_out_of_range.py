@@ -69,7 +69,7 @@ def _out_of_range(run: RunContext, unfinished: Facts, named: int | None) -> Find
         cause="labels are counted from 1" if by_one else "a label is wrong, or the model has too few outputs",
         where=Where(op=op, sample_ids=samples, source=failed.get("line")),
         evidence=[
-            ("labels", span, "classes" if classes is None else f"0 to {classes - 1}"),
+            ("labels", span, "valid classes" if classes is None else f"0 to {classes - 1}"),
             ("labels of this batch that are not a class", len(bad), 0),
         ],
     )

@@ -22,7 +22,7 @@ def mirrored_without_swap(run: RunContext, facts: SamplesFacts) -> Results:
 
     Looks like: data.flipped_apart, where the image is mirrored and its target is not.
 
-    Fix: exchange the pairs as well:
+    Fix: exchange the left and right points as well: `points = points[FLIP_PAIRS]`.
 
         points[:, 0] = width - 1 - points[:, 0]
         points = points[FLIP_PAIRS]  # for example [0, 2, 1, 4, 3]: nose, shoulders, hips

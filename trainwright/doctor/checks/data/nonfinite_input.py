@@ -38,7 +38,7 @@ def nonfinite_input(run: RunContext) -> Results:
             continue
         yield run.finding(
             step,
-            symptom=f"step {step} is not finite",
+            symptom=f"NaN or infinite values in step {step}",
             cause="the input of the model is not finite",
             where=Where(
                 dtype=seen.inputs[0].dtype, sample_ids=tuple(i for each in seen.inputs for i in each.ids)[:MAX_IDS]

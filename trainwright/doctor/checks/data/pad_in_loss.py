@@ -15,9 +15,7 @@ def pad_in_loss(run: RunContext, exams: Every[BatchFacts]) -> Results:
 
     Looks like: loss.eos_ignored, the opposite: a true token that is never a target.
 
-    Fix: `ignore_index=pad_id` in the loss, or labels of -100 at padding.
-
-        labels = ids.masked_fill(attention_mask == 0, -100)
+    Fix: `ignore_index=pad_id` in the loss, or `labels = ids.masked_fill(attention_mask == 0, -100)`.
 
     Sources: huggingface/trl#1623.
     """

@@ -18,9 +18,8 @@ def samples_never_drawn(run: RunContext, facts: LoadersFacts) -> Results:
     Usual cause: WeightedRandomSampler has one weight per class instead of one per sample, so it draws only the first
     few rows; or each epoch ends early and the loader does not shuffle.
 
-    Fix: give the sampler one weight for each sample, and go through the whole epoch.
-
-        sampler = WeightedRandomSampler(class_weights[labels], num_samples=len(labels))
+    Fix: one weight for each sample: `WeightedRandomSampler(class_weights[labels], num_samples=len(labels))`. Train on
+    the full epoch.
 
     Sources: deep-voice/soundbay PR 49.
     """

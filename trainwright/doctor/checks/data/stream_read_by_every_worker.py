@@ -14,7 +14,7 @@ def stream_read_by_every_worker(run: RunContext, facts: RowsFacts) -> Results:
     Usual cause: `__iter__` of the IterableDataset does not split the stream between the workers. Each worker has a copy
     of the data set.
 
-    Fix: split by `torch.utils.data.get_worker_info()`.
+    Fix: let each worker yield its own part of the stream, by `torch.utils.data.get_worker_info()`.
 
         info = get_worker_info()
         start, step = (0, 1) if info is None else (info.id, info.num_workers)

@@ -19,9 +19,7 @@ def labels_renamed(run: RunContext, facts: EvaluationFacts) -> Results:
 
     Looks like: data.validation_encoded_apart, where the inputs are encoded in two ways.
 
-    Fix: make the mapping once, from the training set, and use it for the validation set:
-
-        val_labels = [train.class_to_idx[name] for name in val_class_names]
+    Fix: make the mapping once, from the training set: `[train.class_to_idx[name] for name in val_class_names]`.
 
     Sources: ultralytics/ultralytics#13936, huggingface/pytorch-image-models#957, weecology/DeepForest PR 1147.
     """

@@ -16,10 +16,8 @@ def result_discarded(run: RunContext, facts: StatementsFacts) -> Results:
 
     Usual cause: `scores.masked_fill(mask, float("-inf"))` without an assignment, or `model.eval` for `model.eval()`.
 
-    Fix: assign the result, or use the function with an underscore:
-
-        scores = scores.masked_fill(mask, float("-inf"))
-        image = self.flip(image)
+    Fix: assign the result, `x = x.masked_fill(mask, 0)`, or use the function with an underscore,
+    `x.masked_fill_(mask, 0)`. Add missing parentheses: `model.eval()`.
 
     Sources: facebookresearch/ParlAI PR 3068, lucidrains/flamingo-pytorch#10, opendilab/DI-engine#333, xmed-lab/DHC#8.
     """

@@ -33,8 +33,8 @@ def unseen(run: RunContext) -> Results:
     Usual cause: calls that bypass the module (`model.forward(x)`), a compiled model around the watched one, an
     optimizer that was not passed to `tw.watch`, gradients written by hand, an empty loader or range of epochs.
 
-    Fix: call `model(x)`; pass all models, optimizers and scalers, as in `tw.watch([generator, discriminator], [opt_g,
-    opt_d], scaler=scaler)`; print `len(loader)`.
+    Fix: call `model(x)`; pass all models, optimizers and scalers, as in
+    `tw.watch([generator, discriminator], [opt_g, opt_d], scaler=scaler)`; print `len(loader)`.
     """
     blanks = list(_blanks(run))
     unfinished = _latest(run, "unfinished")

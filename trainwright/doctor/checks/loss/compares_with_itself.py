@@ -16,9 +16,8 @@ def compares_with_itself(run: RunContext, exams: Every[LossFacts]) -> Results:
 
     Usual cause: the diagonal of the similarity matrix is not masked.
 
-    Fix: before the softmax:
-
-        similarity = similarity.masked_fill(torch.eye(len(z), device=z.device).bool(), float("-inf"))
+    Fix: mask the diagonal before the softmax:
+    `sim.masked_fill(torch.eye(len(z), device=z.device).bool(), float("-inf"))`.
 
     Sources: Lightning-Universe/lightning-bolts#695, alinlab/CSI#49.
     """

@@ -44,7 +44,7 @@ def nll_without_log_softmax(run: RunContext, exams: Every[LossFacts]) -> Results
             symptom=f"the input of {call.op} is {what}, not log-probabilities"
             if is_kl
             else f"the input of {call.op} is {what}: {call.above_0:.0%} of it is above 0, and the sum of exp(input) "
-            f"over a row is off 1 by {call.off_sum:.2g}",
+            f"over a row differs from 1 by {call.off_sum:.2g}",
             cause="log_softmax is missing before kl_div, which takes log-probabilities" if is_kl else "",
             remedy="`kl_div(log_softmax(logits, dim=1), target)`" if is_kl else "",
             severity="critical" if severity == "critical" else "warning",

@@ -21,9 +21,7 @@ def no_shift(run: RunContext, exams: Every[TokensFacts]) -> Results:
 
     Looks like: model.future_leak, where the targets are shifted and the model sees the later tokens.
 
-    Fix: shift once.
-
-        cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    Fix: shift once: `cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())`.
 
     Sources: huggingface/transformers#27517.
     """

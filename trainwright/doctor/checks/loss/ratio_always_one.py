@@ -22,10 +22,8 @@ def ratio_always_one(run: RunContext, exams: Every[LossFacts], rows: RowsFacts) 
     Usual cause: the old log-probabilities are computed in the same step by the policy that is being updated, instead of
     being stored when the actions were sampled.
 
-    Fix: store the log-probabilities of the rollout:
-
-        with torch.no_grad():
-            old_log_prob = policy(states).log_prob(actions)  # once, before the epochs over the rollout
+    Fix: compute `old_log_prob = policy(states).log_prob(actions)` once, under `torch.no_grad()`, before the epochs over
+    the rollout.
 
     Sources: tensorforce/tensorforce#312, higgsfield-ai/higgsfield#20.
     """

@@ -15,9 +15,7 @@ def variance_as_deviation(run: RunContext, exams: Every[LossFacts]) -> Results:
 
     Usual cause: `std = logvar.exp()`, which is the variance.
 
-    Fix: the square root of the variance:
-
-        std = torch.exp(0.5 * logvar)
+    Fix: `std = torch.exp(0.5 * logvar)`, the square root of the variance.
 
     Sources: rachtsingh/ibp_vae#3, rishikksh20/vae_tacotron2#3.
     """

@@ -25,7 +25,7 @@ def bn_tiny_batch(run: RunContext, exams: Every[LayersFacts]) -> Results:
         seen = now.norms[path]
         yield run.finding(
             step,
-            symptom=f"{in_words(path)} normalises by the statistics of {seen.samples} samples, {seen.values} values "
+            symptom=f"{in_words(path)} normalizes by the statistics of {seen.samples} samples, {seen.values} values "
             "for each channel",
             severity="info" if seen.values >= 32 else "warning",
             where=Where(module=path, op="batch_norm"),

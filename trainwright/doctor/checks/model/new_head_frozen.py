@@ -27,7 +27,7 @@ def new_head_frozen(run: RunContext, weights: WeightsFacts, exams: Every[LossFac
     """
     if weights.frozen_at_random and any(weights.frozen_outputs == call.classes for _, e in exams for call in e.given):
         yield run.finding(
-            symptom=f"{weights.frozen_at_random} with {weights.frozen_outputs} outputs is frozen at random weights",
+            symptom=f"layer {weights.frozen_at_random} ({weights.frozen_outputs} outputs) is frozen at random weights",
             where=Where(module=weights.frozen_at_random),
             evidence=[("trainable parameters of the last layer", 0, "its weight and bias")],
         )

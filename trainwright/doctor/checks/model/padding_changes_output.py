@@ -9,8 +9,8 @@ def padding_changes_output(run: RunContext, facts: PaddedFacts) -> Results:
     How it is detected: the padding at the end of a row is cut off in eval mode, and the outputs of the row change by
     more than rounding.
 
-    Exceptions: reported only with -v if nothing declares the padding: no mask, no lengths, no comparison such as `ids
-    != pad_id`.
+    Exceptions: reported only with -v if nothing declares the padding: no mask, no lengths, no comparison such as
+    `ids != pad_id`.
 
     Usual cause: the last state of a recurrent layer is read after the padding instead of at the end of the sequence; or
     attention or a mean includes the padding.

@@ -19,12 +19,12 @@ def average_without_buffers(run: RunContext, facts: AveragesFacts) -> Results:
 
     Usual cause: the average updates only the parameters, not the buffers of BatchNorm.
 
-    Fix: copy the buffers after each update, or compute them again before an evaluation:
+    Fix: copy the buffers after each update, or call `torch.optim.swa_utils.update_bn(loader, average)` before an
+    evaluation.
 
         for mine, theirs in zip(average.buffers(), model.buffers()):
             mine.copy_(theirs)
 
-        torch.optim.swa_utils.update_bn(loader, average)  # or this, before an evaluation
 
     `torch.optim.swa_utils.AveragedModel(model, use_buffers=True)` averages them.
 

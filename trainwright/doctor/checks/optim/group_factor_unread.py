@@ -17,10 +17,7 @@ def group_factor_unread(run: RunContext, facts: CallsFacts) -> Results:
     Usual cause: the loop or scheduler that multiplies `lr` by this factor is missing. PyTorch's optimizers accept any
     key in a group, and read only their own.
 
-    Fix: multiply when the groups are made, before a scheduler is created:
-
-        for group in groups:
-            group["lr"] = lr * group.pop("lr_scale")
+    Fix: multiply before a scheduler is created: `group["lr"] = lr * group.pop("lr_scale")` for each group.
 
     Sources: facebookresearch/mae#216, huggingface/pytorch-image-models PR 2532.
     """

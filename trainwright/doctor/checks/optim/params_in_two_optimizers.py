@@ -11,8 +11,8 @@ def params_in_two_optimizers(run: RunContext, facts: CallsFacts) -> Results:
 
     Usual cause: the optimizer was created again and the old one still steps, or parameter lists overlap.
 
-    Fix: give every parameter to one optimizer: `taken = {id(p) for p in model.head.parameters()}`, then `[p for p in
-    model.parameters() if id(p) not in taken]` for the other one.
+    Fix: give every parameter to one optimizer: `taken = {id(p) for p in model.head.parameters()}`, then
+    `[p for p in model.parameters() if id(p) not in taken]` for the other one.
     """
     if facts.doubles >= min(2, max(1, len(run.steps))):
         yield run.finding(evidence=[("updates with gradients that another optimizer applied", facts.doubles, 0)])

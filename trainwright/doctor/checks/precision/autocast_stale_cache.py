@@ -18,8 +18,8 @@ def autocast_stale_cache(run: RunContext, facts: MixedPrecisionFacts) -> Results
 
     Looks like: optim.lr_too_low, where the weights hardly move.
 
-    Fix: enter autocast in each step, around forward and loss only. If the block must be long: `torch.autocast("cuda",
-    cache_enabled=False)`.
+    Fix: enter autocast in each step, around forward and loss only. If the block must be long:
+    `torch.autocast("cuda", cache_enabled=False)`.
 
     Sources: PyTorch documentation of automatic mixed precision.
     """

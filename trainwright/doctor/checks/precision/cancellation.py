@@ -39,7 +39,7 @@ def cancellation(run: RunContext, formats: FormatFacts) -> Results:
     yield run.finding(
         step,
         symptom=f"the gradients are {facts.error:.0%} off because the loss is computed in {dtype}",
-        cause=f"{listed(ops)} in {dtype} subtract numbers that differ by less than its precision",
+        cause=f"in {dtype}, {listed(ops)} round away the differences of nearly equal numbers",
         where=Where(op=ops[-1] if len(ops) == 1 else None, dtype=dtype),
         evidence=[
             ("distance of the gradients from those of a float32 loss", facts.error, "< 0.02"),

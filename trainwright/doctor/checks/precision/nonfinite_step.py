@@ -53,7 +53,7 @@ def nonfinite_step(run: RunContext) -> Results:
         why = "the replay of the step is finite" if isinstance(trace, TraceFacts) else f"it was not replayed: {trace}"
         yield run.finding(
             step,
-            symptom=f"step {step} is not finite",
+            symptom=f"NaN or infinite values in step {step}",
             cause=why + (f"; the gradients of {listed(names)} were not finite" if names else ""),
             where=Where(module=names[0].rpartition(".")[0] if len(names) == 1 else None),
             evidence=[("non-finite gradients", seen.num_gradients, 0)],

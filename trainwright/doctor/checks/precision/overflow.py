@@ -7,8 +7,7 @@ from trainwright.doctor.nonfinite import Mechanism, skipped_by_scaler, traced_at
 
 @traced_check()
 def overflow(run: RunContext) -> Results:
-    """An operation turns finite numbers into infinity: the results are larger than their dtype can hold, in float32
-    too.
+    """An operation turns finite numbers into infinity: results are larger than the dtype can hold, even in float32.
 
     How it is detected: the step is replayed operation by operation. The first one that makes a value non-finite has
     finite inputs and gives infinity. Or every gradient is finite and only their norm is not.

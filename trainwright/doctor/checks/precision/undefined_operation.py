@@ -9,8 +9,8 @@ def undefined_operation(run: RunContext) -> Results:
     How it is detected: the step is replayed operation by operation; the first that makes a NaN has finite inputs
     outside of its domain, or combines infinities of a mask.
 
-    Usual cause: the logarithm or root of a negative number, `acos` beyond 1, a fractional power of a negative base, `0
-    * inf` or `inf - inf` with a mask.
+    Usual cause: the logarithm or root of a negative number, `acos` beyond 1, a fractional power of a negative base,
+    `0 * inf` or `inf - inf` with a mask.
 
     Fix: clamp the input to where the operation is defined, such as `x.clamp(min=0).sqrt()`; compute a variance by
     `x.var(correction=0)`, not as `E[x*x] - E[x]**2`; use a finite number in masks.

@@ -35,12 +35,12 @@ def replicas_diverged(run: RunContext, facts: RanksFacts) -> Results:
     if is_after_gradients and first.what in ("weights", "moments") and (reason := trains_locally(run, facts)):
         yield NotApplicable(reason)
         return
-    what, writers = first.what.replace("_", "-"), sorted(facts.writers)
+    what, writers = first.what.replace("micro_", "number of micro-"), sorted(facts.writers)
     at_begin = first.step == 0
     where, step = one_rank(first.ranks), max(1, first.step)
     symptom = f"the ranks do not have the same {what}{f' ({listed(first.names)})' if first.names else ''}"
-    symptom += f", {since(first)}" + (f": {in_ranks(first.ranks)} differ from the others" if first.ranks else "")
-    cause = f"only one rank changed its {what}"
+    symptom += f", {since(first)}" + (f"; different on {in_ranks(first.ranks)}" if first.ranks else "")
+    cause = f"some ranks alone changed their {what}"
     if writers and first.what in ("moments", "weights"):
         where, step = one_rank(writers), facts.writers[writers[0]]
         symptom = f"the weights of {in_ranks(writers)} changed after the update of step {step}, those of others did not"

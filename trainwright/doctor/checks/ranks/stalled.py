@@ -10,9 +10,10 @@ def stalled(run: RunContext, facts: RanksFacts) -> Results:
 
     How it is detected: each rank reports many times a second. One makes no progress for longer than `patience_s` (60 s
     by default), or sends no report for 15 s. The finding is critical if it sends none or a process has ended, else a
-    warning. If torch's flight recorder is on (`TORCH_FR_BUFFER_SIZE=2000`, the default of `trainwright train RECIPE --
-    ...`), the finding contains the last collective of each rank, and the first one in which the ranks differ. With
-    NCCL, it contains the missing ranks and the different counts of collectives that NCCL's RAS service reports.
+    warning. If torch's flight recorder is on (`TORCH_FR_BUFFER_SIZE=2000`, the default of
+    `trainwright train RECIPE -- ...`), the finding contains the last collective of each rank, and the first one in
+    which the ranks differ. With NCCL, it contains the missing ranks and the different counts of collectives that NCCL's
+    RAS service reports.
 
     Usual cause: that rank does something that the others do not (reads, evaluates, saves), hangs, or has ended.
 

@@ -17,8 +17,8 @@ def uneven_steps(run: RunContext, facts: RanksFacts) -> Results:
 
     Looks like: ranks.stalled, where the rank is still in its loop.
 
-    Fix: `DistributedSampler(dataset, drop_last=True)`, or train inside of `with
-    torch.distributed.algorithms.Join([ddp]):`.
+    Fix: `DistributedSampler(dataset, drop_last=True)`, or train inside of
+    `with torch.distributed.algorithms.Join([ddp]):`.
 
     Sources: Automodel PR 2468.
     """

@@ -19,8 +19,8 @@ def unused_parameters(run: RunContext, facts: RanksFacts) -> Results:
 
     Usual cause: a branch that depends on the data, a head that only some batches use.
 
-    Fix: use them on every rank (add `0 * output.sum()` to the loss), or `DistributedDataParallel(...,
-    find_unused_parameters=True)`.
+    Fix: use them on every rank (add `0 * output.sum()` to the loss), or
+    `DistributedDataParallel(..., find_unused_parameters=True)`.
 
     Sources: pytorch/pytorch #128949, #69031.
     """
@@ -30,7 +30,7 @@ def unused_parameters(run: RunContext, facts: RanksFacts) -> Results:
     for rank, names in guilty[:1]:
         yield run.finding(
             max(1, facts.newest),
-            symptom=f"on rank {rank} {len(names)} parameters have no gradient: {listed(names)}",
+            symptom=f"on rank {rank}, {len(names)} parameters have no gradient: {listed(names)}",
             where=Where(rank=rank, module=names[0].rpartition(".")[0]),
             evidence=[("parameters without a gradient", list(names[:16]), [])],
         )

@@ -28,7 +28,7 @@ def graphs_kept(run: RunContext, exams: Every[MemoryFacts]) -> Results:
             symptom = f"{facts.outputs_alive} outputs of earlier steps are still in memory with their graphs"
             cause = "outputs are collected without detach()"
         elif facts.graphs_alive >= MIN_STEPS and facts.graphs_alive >= MIN_FRACTION * facts.old_losses:
-            symptom = f"the graphs of {facts.graphs_alive} earlier losses are still in memory, one more with each step"
+            symptom = f"the graphs of {facts.graphs_alive} earlier losses are still in memory"
             in_list = facts.losses_alive >= 0.8 * facts.graphs_alive
             cause = f"losses are {'kept in a list' if in_list else 'added up'} with their graphs"
         else:

@@ -49,7 +49,7 @@ def out_of_memory(run: RunContext) -> Results:
     leaks = len(left) >= 3 and left == sorted(left) and left[-1] > 1.1 * left[0]
     kinds = {**last.held, "activations and temporaries": last.given_back_bytes}
     largest = [kind for kind in sorted(kinds, key=lambda kind: -kinds[kind])[:3] if kinds[kind]]
-    held = ", ".join(f"{kind} take {_gib(kinds[kind])}" for kind in largest)
+    held = ", ".join(f"{kind} {_gib(kinds[kind])}" for kind in largest)
     then = "and gave up" if given_up else f"and went on with {last.next_micro} at a time"
     where = f" in {last.module}" if last.module else ""
     yield run.finding(
@@ -58,7 +58,7 @@ def out_of_memory(run: RunContext) -> Results:
         symptom=f"step {last.step} ran out of memory ({last.phase}{where}) with {last.micro} samples at a time, {then}",
         cause="the memory held between steps grows: something is not released, so smaller micro-batches run out, too"
         if leaks
-        else f"of {_gib(last.in_use_bytes)} in use, {held}",
+        else f"{_gib(last.in_use_bytes)} in use: {held}",
         remedy="; ".join(_remedies(last, leaks)),
         severity="critical" if given_up else None,
         stage="backward" if last.phase == "backward" else "forward",

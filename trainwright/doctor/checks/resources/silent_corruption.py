@@ -29,7 +29,7 @@ def silent_corruption(run: RunContext, facts: RanksFacts) -> Results:
     """
     if (replayed := facts.disagreement(REPLAYED)) is not None:
         names = replayed.names
-        who = in_ranks(replayed.ranks) if replayed.ranks else "one of the two"
+        who = in_ranks(replayed.ranks) if replayed.ranks else "one of the two ranks"
         yield run.finding(
             max(1, facts.newest),
             symptom=f"{who} computes wrongly: the gradient of {names[0]} differs from another rank's for the same "
@@ -55,7 +55,7 @@ def silent_corruption(run: RunContext, facts: RanksFacts) -> Results:
     name = at.parameter if at else next(iter(differing.names), "a weight")
     yield run.finding(
         max(1, facts.newest),
-        symptom=f"{name} of {in_ranks(guilty) if guilty else 'a rank'} changed by itself"
+        symptom=f"{name} of {in_ranks(guilty) if guilty else 'a rank'} changed without an update"
         + (f" after the update of step {at.step}" if at else f" between steps {differing.agreed} and {differing.step}")
         + (", by one bit" if is_flip else ""),
         cause="" if is_flip else "the machine computes wrongly, or the code of this rank writes to its weights",

@@ -21,8 +21,8 @@ def never_stepped(run: RunContext, facts: LearningRateFacts) -> Results:
 
     Usual cause: the call is missing, or is in a branch that is never reached.
 
-    Fix: call `scheduler.step()` after each `optimizer.step()`. A warm-up that begins above 0: `LambdaLR(optimizer,
-    lambda step: min(1, (step + 1) / 100))`.
+    Fix: call `scheduler.step()` after each `optimizer.step()`. A warm-up that begins above 0:
+    `LambdaLR(optimizer, lambda step: min(1, (step + 1) / 100))`.
     """
     if any(each.calls for each in facts.schedulers):
         return

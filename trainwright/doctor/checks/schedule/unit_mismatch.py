@@ -26,9 +26,9 @@ def unit_mismatch(run: RunContext, facts: LearningRateFacts) -> Results:
     Usual cause: a schedule that counts epochs is stepped for each batch, or the other way round; a scheduler that
     `accelerate` prepared, which steps once for each rank; a call per step and another per epoch; a duplicate call.
 
-    Fix: call `scheduler.step()` in one place, and count `T_max`, `total_steps`, `step_size` in these calls: `epochs *
-    len(loader) // accumulation` for one call after each update, `epochs` for one at the end of each epoch. With
-    accelerate, do not prepare the scheduler, or multiply its length by `accelerator.num_processes`.
+    Fix: call `scheduler.step()` in one place, and count `T_max`, `total_steps`, `step_size` in these calls:
+    `epochs * len(loader) // accumulation` for one call after each update, `epochs` for one at the end of each epoch.
+    With accelerate, do not prepare the scheduler, or multiply its length by `accelerator.num_processes`.
 
     Sources: k-diffusion#50, ludwig#3555, accelerate#2926, huggingface/transformers#24088, EasyContext#21.
     """
