@@ -6,8 +6,7 @@ MIN_TIMES = 3  # torch compiles once for the first size, once for any size, and 
 
 @check(stage="loop", confidence=0.95)
 def recompiles(run: RunContext, facts: CompilationFacts) -> Results:
-    """torch.compile compiles the same function again and again during the training. Each compilation takes seconds.
-    After eight of them torch stops compiling the function and runs it uncompiled.
+    """torch.compile compiles the same function again and again during the training.
 
     Each compilation takes seconds. After eight of them torch stops compiling the function and runs it uncompiled.
 
