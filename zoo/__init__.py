@@ -1,1 +1,1 @@
-"""The zoo: training faults and healthy-but-odd runs, each a plain PyTorch loop that the doctor is judged on."""
+"""The zoo: training loops in plain PyTorch, each with one fault or healthy but odd, on which the doctor is scored."""

@@ -24,7 +24,7 @@ def sum_of_micro_batches(watch: Watch, seed: int) -> None:
 
 @fault("A02", "gradient.accumulation_token_weighting", delay="S", fixable=False)
 def mean_of_token_means(watch: Watch, seed: int) -> None:
-    """Each micro-batch has its own mean, whether it holds 4 tokens or 30."""
+    """The loss is the mean over each micro-batch: one with 4 target tokens weighs as much as one with 30."""
     torch.manual_seed(seed)
     model = TinyGPT()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -55,7 +55,7 @@ def zero_grad_in_every_micro_batch(watch: Watch, seed: int) -> None:
 
 @fault("A05", "gradient.accumulation_window_wrong", delay="S", active=16, fixable=False)
 def window_across_epochs(watch: Watch, seed: int) -> None:
-    """62 micro-batches an epoch, windows of 4: the last 2 wait in ``.grad`` for the next epoch."""
+    """An epoch has 62 micro-batches, a window 4: gradients of the last 2 stay in ``.grad`` until the next epoch."""
     model, optimizer, data = host(seed, torch.optim.SGD, lr=0.1, n=992, batch=16)
     with watch(model, optimizer, loader=data):
         for _ in range(3):

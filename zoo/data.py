@@ -1,4 +1,4 @@
-"""Faults of the data: what the model is fed is not what its user believes."""
+"""Zoo, group D: faults of the data."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from zoo.host import Rows, TinyGPT, Watch, cnn, fault, images, loader, mlp, sequ
 
 
 def one_of_batch(step: int, x: Tensor, y: Tensor, seed: int) -> int:
-    """A sample that ``loader(x, y, seed)`` yields in its batch ``step``, counted from 1; the seed says which."""
+    """Index of one sample, chosen by the seed, of batch ``step`` (counted from 1) of ``loader(x, y, seed)``."""
     ids = [ids for ids, _, _ in loader(x, y, seed)][step - 1]
     return int(ids[7 * seed % len(ids)])
 
 
 def photographs(seed: int, n: int = 512) -> tuple[Tensor, Tensor]:
-    """images() as files have them: bytes, 0 to 255."""
+    """``images()`` with uint8 pixels, 0 to 255."""
     x, y = images(seed, n)
     return ((x - x.min()) / (x.max() - x.min()) * 255).to(torch.uint8), y
 
 
 def padded(seed: int, n: int = 512, length: int = 16) -> Tensor:
-    """sequences() of 4 to ``length`` tokens, filled up with 0."""
+    """``sequences()`` of 4 to ``length`` tokens, padded with 0 to ``length``."""
     lengths = torch.randint(4, length + 1, (n, 1), generator=torch.Generator().manual_seed(seed + 100))
     return sequences(seed, n, length).masked_fill(torch.arange(length) >= lengths, 0)
 
 
 @fault("D01", "data.nonfinite_input", delay="N", active=3)
 def nan_feature(watch: Watch, seed: int) -> Mapping[str, Any]:
-    """One missing value of one sample was read as NaN."""
+    """One value of one sample is NaN."""
     torch.manual_seed(seed)
     x, y = table(seed)
     row = one_of_batch(3, x, y, seed)
@@ -59,7 +59,7 @@ def bytes_as_they_are(watch: Watch, seed: int) -> None:
 
 
 class Normalised(Rows):
-    """Photographs from -1 to 1."""
+    """Normalises uint8 pixels to -1..1."""
 
     def __getitem__(self, index: int) -> tuple[int, Tensor, Tensor]:
         return index, (self.x[index] / 255 - 0.5) / 0.5, self.y[index]
@@ -85,7 +85,7 @@ def normalised_twice(watch: Watch, seed: int) -> None:
 
 @fault("D06", "data.unshuffled", delay="S")
 def sorted_by_class(watch: Watch, seed: int) -> None:
-    """The files lie in one folder per class and are read in that order."""
+    """The samples are sorted by class, and not shuffled."""
     torch.manual_seed(seed)
     x, y = table(seed)
     order = y.argsort()
@@ -97,7 +97,7 @@ def sorted_by_class(watch: Watch, seed: int) -> None:
 
 @fault("D07", "data.same_order_every_epoch", delay="B", active=9)
 def generator_anew_each_epoch(watch: Watch, seed: int) -> None:
-    """Each epoch builds its loader, with the same seed."""
+    """Each epoch creates its loader anew with the same seed."""
     torch.manual_seed(seed)
     data = Rows(*table(seed, 512))
     model = mlp()
@@ -113,7 +113,7 @@ def generator_anew_each_epoch(watch: Watch, seed: int) -> None:
 
 
 class Jittered(Dataset[tuple[int, Tensor, Tensor]]):
-    """Samples with noise from a generator of their own."""
+    """Samples with noise from a NumPy generator that the dataset holds."""
 
     def __init__(self, x: Tensor, y: Tensor, seed: int) -> None:
         self.x, self.y = x, y
@@ -129,7 +129,7 @@ class Jittered(Dataset[tuple[int, Tensor, Tensor]]):
 
 @fault("D08", "data.worker_rng_duplicate", delay="B")
 def workers_share_their_random_numbers(watch: Watch, seed: int) -> None:
-    """Each worker gets a copy of the dataset, and with it a copy of the state of its generator."""
+    """Each worker has a copy of the dataset and so of its generator: all workers draw the same noise."""
     torch.manual_seed(seed)
     data = Jittered(*table(seed, 512), seed)
     batches = DataLoader(
@@ -143,7 +143,7 @@ def workers_share_their_random_numbers(watch: Watch, seed: int) -> None:
 
 @fault("D09", "data.train_val_overlap", delay="S", active=8)
 def trained_on_the_validation_set(watch: Watch, seed: int) -> None:
-    """The split is made, but the training loader takes the whole set."""
+    """The loader for training reads the whole set, including the samples held out for validation."""
     torch.manual_seed(seed)
     data = Rows(*table(seed, 512))
     held_out = torch.randperm(len(data))[:128].tolist()
@@ -182,7 +182,7 @@ def shuffled_without_labels(watch: Watch, seed: int) -> None:
 
 @fault("D12", "data.target_leak", delay="B")
 def target_among_the_features(watch: Watch, seed: int) -> None:
-    """The column that is to be predicted was left in the table."""
+    """One of the features is the target."""
     torch.manual_seed(seed)
     x, y = table(seed)
     x[:, 3 * seed] = y.float()
@@ -193,7 +193,7 @@ def target_among_the_features(watch: Watch, seed: int) -> None:
 
 
 class MeanOfTokens(nn.Module):
-    """(B, T, D), (B, T) -> (B, D): the mean over the tokens that are no padding."""
+    """Mean of x (B, T, D) over the tokens where ``keep`` (B, T) is 1 -> (B, D)."""
 
     def forward(self, x: Tensor, keep: Tensor) -> Tensor:
         return (x * keep[..., None]).sum(1) / keep.sum(1, keepdim=True)
@@ -227,7 +227,7 @@ def empty_text(watch: Watch, seed: int) -> Mapping[str, Any]:
 
 @fault("D15", "data.pad_in_loss", delay="S")
 def padding_is_learned(watch: Watch, seed: int) -> None:
-    """Sequences are padded with 0, but the loss does not know it."""
+    """Sequences are padded with 0, and the loss counts the padding."""
     torch.manual_seed(seed)
     ids = padded(seed)
     batches = loader(ids, ids, seed, batch=32)
@@ -243,7 +243,7 @@ def padding_is_learned(watch: Watch, seed: int) -> None:
 
 @fault("D17", "data.constant_input", delay="S")
 def fractions_cast_to_integers(watch: Watch, seed: int) -> None:
-    """The division by 255 is stored in bytes again: every pixel is 0."""
+    """Pixels are divided by 255 and cast back to uint8: every pixel becomes 0."""
     torch.manual_seed(seed)
     x, y = photographs(seed)
     batches = loader((x.clamp(0, 254) / 255).to(torch.uint8), y, seed)
@@ -254,7 +254,7 @@ def fractions_cast_to_integers(watch: Watch, seed: int) -> None:
 
 @fault("D18", "data.empty_loader", delay="S", active=0, fixable=False)
 def no_batch_per_epoch(watch: Watch, seed: int) -> None:
-    """Fewer samples than one batch, and the last, incomplete batch is dropped."""
+    """The dataset is smaller than a batch, and incomplete batches are dropped."""
     torch.manual_seed(seed)
     batches = loader(*table(seed, 20 + seed), seed, batch=32, drop_last=True)
     model = mlp()

@@ -16,7 +16,7 @@ from zoo.model import train
 
 
 class LastState(nn.Module):
-    """Regression from the last state of a recurrent net."""
+    """Regression from the last state of an RNN; its recurrent weights are orthogonal times 2, so gradients explode."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ def clip_to_nothing(watch: Watch, seed: int) -> None:
 
 
 class Tagged(nn.Module):
-    """A classifier with an offset for samples of a second source; the last feature says which those are."""
+    """A classifier that adds a learned offset to samples of a second source: those with 1 as their last feature."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class Tagged(nn.Module):
 
 @fault("G06", "gradient.clip_spreads_nan", delay="N", active=8, fixable=False)
 def one_nan_gradient(watch: Watch, seed: int) -> Mapping[str, Any]:
-    """The loop normalises one gradient, which is 0 in the batch without samples of the second source: 0 / 0."""
+    """The loop divides a gradient by its norm. Batch 8 has no sample of the second source: 0 / 0."""
     torch.manual_seed(seed)
     x, y = table(seed)
     x = torch.cat([x, (torch.rand(len(x), 1) < 0.2).float()], 1)
@@ -134,7 +134,7 @@ def one_nan_gradient(watch: Watch, seed: int) -> Mapping[str, Any]:
 
 
 class Cut(nn.Module):
-    """Detaches between its body and its head."""
+    """Detaches the output of ``body``, which so never trains."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Healthy runs that look odd: H01-H29. No critical finding may come of them."""
+"""Zoo, group H: healthy runs that look odd. The doctor may report nothing critical for them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Loss = Callable[[Any, Tensor], Tensor]
 def fit(
     model: nn.Module, optimizer: Any, batches: Any, epochs: int, loss_of: Loss = F.cross_entropy, schedule: Any = ()
 ) -> None:
-    """The loop that everyone writes; ``schedule``: the schedulers to step with the optimizer."""
+    """A plain training loop. ``schedule``: the schedulers to step after each optimizer step."""
     for _ in range(epochs):
         for _, x, y in batches:
             optimizer.zero_grad()
@@ -189,7 +189,7 @@ def label_smoothing(watch: Watch, seed: int) -> None:
 
 
 class FrozenNorms(nn.Sequential):
-    """A pretrained convolutional net whose BatchNorm keeps the statistics it came with."""
+    """A sequential net whose BatchNorm layers stay in eval mode, with the running statistics of pretraining."""
 
     def train(self, mode: bool = True) -> FrozenNorms:
         super().train(mode)
@@ -218,7 +218,7 @@ def frozen_batch_norm(watch: Watch, seed: int) -> None:
 
 
 class Byol(nn.Module):
-    """An online encoder with a predictor, and a target that follows the encoder as a running mean."""
+    """An online encoder with a predictor, and a target: a moving average of the encoder, updated by the loop."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -303,7 +303,7 @@ def forward_forward(watch: Watch, seed: int) -> None:
             for _, x, y in batches:
                 wrong = (y + torch.randint(1, 10, y.shape)) % 10
                 good, bad = (torch.cat([F.normalize(x), F.one_hot(k, 10).float()], 1) for k in (y, wrong))
-                for layer, optimizer in zip(model, optimizers):  # every layer learns by a loss of its own
+                for layer, optimizer in zip(model, optimizers):  # each layer has its own loss
                     good, bad = F.relu(layer(good.detach())), F.relu(layer(bad.detach()))
                     gap = good.square().sum(1) - bad.square().sum(1)
                     optimizer.zero_grad()
@@ -357,7 +357,7 @@ def declared_accumulation(watch: Watch, seed: int) -> None:
 
 
 class Checkpointed(TinyGPT):
-    """Its blocks are computed again in the backward pass."""
+    """TinyGPT with activation checkpointing of each block."""
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))

@@ -12,17 +12,17 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 Watch = Callable[..., Any]
-"""``tw.watch`` with its folder given: ``watch(model, optimizer, loader=..., scaler=...)`` is a context manager."""
+"""``tw.watch`` with ``out`` and ``quiet`` already set; called as ``watch(model, optimizer, loader=..., ...)``."""
 Fixture = Callable[[Watch, int], Mapping[str, Any] | None]
-"""``(watch, seed)``: trains; returns the true location of the fault where that is known."""
+"""``(watch, seed)``: trains. Returns the fault's true location, as fields of ``Finding.where``, or None: not scored."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One row of the zoo. ``labels`` are equivalent diagnoses, the canonical one first; none for a healthy run.
+    """One program. ``labels``: the finding codes accepted as its diagnosis, best first; empty for a healthy run.
 
-    ``delay`` is the class of FAULTS.md: N, S, D, B, P or M. ``active`` is the first optimizer step, counted from 1,
-    in which the fault shows.
+    ``delay``: the class that limits how late it may be found: a key of ``judge.LATEST``, or D (divergence). ``active``:
+    the first optimizer step, counted from 1, in which the fault shows.
     """
 
     id: str
@@ -41,7 +41,7 @@ ENTRIES: dict[str, Entry] = {}
 
 
 def fault(name: str, *labels: str, delay: str, active: int = 1, fixable: bool = True) -> Callable[[Fixture], Fixture]:
-    """Registers a fault. ``fixable``: its remedy lies in model, data or configuration, so it can be tried."""
+    """Registers a fault. ``fixable``: a change of model, data or configuration, not of the loop, repairs it."""
 
     def register(run: Fixture) -> Fixture:
         assert name not in ENTRIES, name
@@ -52,7 +52,7 @@ def fault(name: str, *labels: str, delay: str, active: int = 1, fixable: bool = 
 
 
 def healthy(name: str) -> Callable[[Fixture], Fixture]:
-    """Registers a healthy run: no critical finding may come of it."""
+    """Registers a healthy run."""
 
     def register(run: Fixture) -> Fixture:
         assert name not in ENTRIES, name
@@ -63,7 +63,7 @@ def healthy(name: str) -> Callable[[Fixture], Fixture]:
 
 
 class Rows(Dataset[tuple[int, Tensor, Tensor]]):
-    """Samples as the host of the fault list yields them: ``(index, x, target)``."""
+    """Yields samples ``(index, x, target)``."""
 
     def __init__(self, x: Tensor, y: Tensor) -> None:
         self.x, self.y = x, y
@@ -76,7 +76,7 @@ class Rows(Dataset[tuple[int, Tensor, Tensor]]):
 
 
 def table(seed: int, n: int = 1024, features: int = 20, classes: int = 10) -> tuple[Tensor, Tensor]:
-    """A linear teacher with noise: x (n, features) float32, y (n,) int64."""
+    """Classification by a noisy linear teacher: x (n, features) float32, y (n,) int64."""
     g = torch.Generator().manual_seed(seed)
     weight = torch.randn(features, classes, generator=g)
     x = torch.randn(n, features, generator=g)
@@ -84,7 +84,7 @@ def table(seed: int, n: int = 1024, features: int = 20, classes: int = 10) -> tu
 
 
 def images(seed: int, n: int = 512, classes: int = 4, size: int = 8) -> tuple[Tensor, Tensor]:
-    """One noisy pattern for each class: x (n, 1, size, size), y (n,)."""
+    """The pattern of each class plus noise: x (n, 1, size, size) float32, y (n,) int64."""
     g = torch.Generator().manual_seed(seed)
     patterns = torch.randn(classes, 1, size, size, generator=g)
     y = torch.randint(classes, (n,), generator=g)
@@ -92,7 +92,7 @@ def images(seed: int, n: int = 512, classes: int = 4, size: int = 8) -> tuple[Te
 
 
 def sequences(seed: int, n: int = 512, length: int = 16, vocab: int = 33) -> Tensor:
-    """Token ids 1..vocab-1 of a noisy cycle, shape (n, length); 0 is kept for padding."""
+    """Token ids 1..vocab-1, shape (n, length): each is its predecessor + 3, modulo; a tenth are random. 0 is unused."""
     g = torch.Generator().manual_seed(seed)
     start = torch.randint(1, vocab, (n, 1), generator=g)
     ids = (start - 1 + 3 * torch.arange(length)) % (vocab - 1) + 1
@@ -116,7 +116,7 @@ def train(
     epochs: int = 1,
     **watched: Any,
 ) -> None:
-    """The loop that everyone writes. ``loss_of(x, target)`` is the cross-entropy of ``model(x)`` by default."""
+    """A plain loop. ``loss_of(x, target)`` is the cross-entropy of ``model(x)`` by default."""
     with watch(model, optimizer, loader=batches, **watched):
         for _ in range(epochs):
             for _, x, target in batches:
@@ -127,14 +127,14 @@ def train(
 
 
 def mlp(features: int = 20, classes: int = 10, width: int = 64) -> nn.Sequential:
-    """The host's model."""
+    """A ReLU network with two hidden layers, for ``table``."""
     return nn.Sequential(
         nn.Linear(features, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, classes)
     )
 
 
 def cnn(classes: int = 4, width: int = 8) -> nn.Sequential:
-    """Convolutions with BatchNorm for images()."""
+    """Two convolutions with BatchNorm, for ``images``."""
     return nn.Sequential(
         nn.Conv2d(1, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(),
         nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(),
@@ -145,14 +145,14 @@ def cnn(classes: int = 4, width: int = 8) -> nn.Sequential:
 def host(
     seed: int, kind: type[torch.optim.Optimizer], *, n: int = 1024, batch: int = 64, **options: Any
 ) -> tuple[nn.Sequential, torch.optim.Optimizer, DataLoader[Any]]:
-    """The host's model, an optimizer of this kind with these options, and a loader of ``n`` rows of ``table``."""
+    """``mlp()``, an optimizer of class ``kind`` with ``options``, and a loader of ``n`` samples of ``table``."""
     torch.manual_seed(seed)
     model = mlp()
     return model, kind(model.parameters(), **options), loader(*table(seed, n=n), seed, batch=batch)
 
 
 class Attention(nn.Module):
-    """Self-attention, written out so that fixtures can break it."""
+    """Self-attention (B, T, D) -> (B, T, D) whose mask and scale a program can set wrong."""
 
     def __init__(self, d: int, heads: int, *, causal: bool = True, scale: float | None = None) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ class Block(nn.Module):
 
 
 class TinyGPT(nn.Module):
-    """Two blocks; ``forward(ids (B, T)) -> logits (B, T, vocab)``."""
+    """A small GPT: ``forward(ids (B, T)) -> logits (B, T, vocab)``."""
 
     def __init__(
         self, vocab: int = 33, length: int = 16, d: int = 32, heads: int = 2, layers: int = 2, **block: Any
@@ -202,5 +202,5 @@ class TinyGPT(nn.Module):
 
 
 def next_token_loss(logits: Tensor, ids: Tensor, **more: Any) -> Tensor:
-    """Cross-entropy of position t against the token at t + 1."""
+    """Cross-entropy of the logits at position t with the token at t + 1."""
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), **more)

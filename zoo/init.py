@@ -43,7 +43,7 @@ def fresh(module: nn.Module) -> None:
 
 @fault("I03", "checkpoint.loaded_weights_overwritten", delay="S", fixable=False)
 def initialised_after_loading(watch: Watch, seed: int) -> None:
-    """A fine-tune that starts from scratch: the weights were loaded, then initialised."""
+    """A fine-tune whose pretrained weights are overwritten by an initialisation after loading."""
     model, optimizer, data = host(seed, torch.optim.Adam, lr=1e-3)
     trained = pretrained(seed)
     with watch(model, optimizer, loader=data):
@@ -57,7 +57,7 @@ def initialised_after_loading(watch: Watch, seed: int) -> None:
 
 
 def pretrained(seed: int) -> dict[str, torch.Tensor]:
-    """The weights of an earlier run on the same task, which nobody watched."""
+    """Weights trained on the same task, without ``watch``."""
     model = mlp()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     for _, x, y in [batch for batch in loader(*table(seed), seed) for _ in range(5)]:

@@ -1,4 +1,4 @@
-"""Runs an entry of the zoo under the watch and scores what the doctor said."""
+"""Runs an entry of the zoo under ``tw.watch`` and scores the doctor's findings."""
 
 from __future__ import annotations
 
@@ -21,16 +21,18 @@ from trainwright.runs.records import Watched
 from zoo.host import ENTRIES, Entry
 
 LATEST = {"N": 0, "S": 1, "B": 50, "P": 20, "M": 200}
-"""How many steps after it became active a fault of a class may be found."""
+"""For each class of ``Entry.delay``: the most optimizer steps from ``Entry.active`` to the finding."""
 LEAD = 3
-"""How many steps before the loss doubles a divergence (class D) is to be found."""
+"""How many steps before the loss doubles a divergence (class D) has to be found."""
 
 
 @dataclass
 class Score:
-    """The result of one run. ``rank`` is the position of the right code among the findings, 0 for the first.
+    """The result of one run. ``detected``: any alarm (warning or critical) since ``Entry.active`` and none ``early``.
 
-    ``doubled`` is the step at which the loss of a divergence had doubled, None if it never did.
+    ``rank``: position among the findings, from 0, of the first with an accepted code; None: there is none. ``delay``:
+    steps from ``Entry.active`` to it. ``doubled`` (class D only): step at which the loss had doubled; None: never.
+    ``failed``: an exception within the doctor. ``error`` has this exception or else the program's own.
     """
 
     id: str
@@ -66,7 +68,7 @@ def load() -> dict[str, Entry]:
 
 
 def run(entry: Entry, seed: int) -> tuple[Score, Sequence[Any]]:
-    """The entry once, under ``tw.watch``; the score and the findings."""
+    """Runs the program once under ``tw.watch``. Returns its score and the findings."""
     torch.manual_seed(seed)
     watches: list[Any] = []
 
@@ -108,7 +110,7 @@ def _scored(
     score.delay = best.step - entry.active
     if entry.delay == "D":
         score.doubled = _doubled(watches, entry.active)
-        at_once = score.delay == 0  # nobody can be earlier: some losses double in the second step
+        at_once = score.delay == 0  # no finding can be earlier, and some losses double in the second step
         score.in_time = at_once or score.doubled is None or best.step <= score.doubled - LEAD
     else:
         score.in_time = 0 <= score.delay <= LATEST[entry.delay]
@@ -120,7 +122,7 @@ def _scored(
 
 
 def _doubled(watches: Sequence[Any], active: int) -> int | None:
-    """The first step whose loss is twice that of the first faulty one, or not finite."""
+    """The first step with a loss of at least twice that at step ``active``, or NaN."""
     losses = [(r.step, r.loss) for one in watches for r in one.records if isinstance(r, Watched) and r.step >= active]
     return next((step for step, loss in losses if not loss < 2 * losses[0][1]), None)
 
@@ -132,6 +134,6 @@ def _same(seen: Any, true: Any) -> bool:
 
 
 def one(name: str, seed: int) -> dict[str, Any]:
-    """For a process of a pool: loads the zoo and runs one entry."""
+    """Loads the zoo and runs one entry with one thread; called in processes of a pool. Returns the score as JSON."""
     torch.set_num_threads(1)
     return run(load()[name], seed)[0].to_json()

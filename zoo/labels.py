@@ -1,4 +1,4 @@
-"""Faults of the labels and of the loss: what is asked of the model is not what its user means."""
+"""Zoo, group L: faults of the labels and of the loss."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def softmax_before_cross_entropy(watch: Watch, seed: int) -> None:
 
 @fault("L03", "loss.nll_without_log_softmax", delay="S")
 def likelihood_of_probabilities(watch: Watch, seed: int) -> None:
-    """nll_loss wants logarithms and gets probabilities."""
+    """``nll_loss`` is given probabilities instead of log-probabilities."""
     model, optimizer, batches = host(seed, torch.optim.AdamW, lr=1e-3)
 
     def loss_of(x: Tensor, t: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ def likelihood_of_probabilities(watch: Watch, seed: int) -> None:
 
 @fault("L04", "precision.log_of_zero", delay="N")
 def log_of_softmax(watch: Watch, seed: int) -> Mapping[str, Any]:
-    """Sharpened logits: some probabilities are 0, so is their target, and 0 times log(0) is NaN."""
+    """Large logits: some probabilities underflow to 0. Where the one-hot target is 0 as well, 0 * log(0) is NaN."""
     torch.manual_seed(seed)
     batches = loader(*table(seed), seed)
     model = mlp()
@@ -58,9 +58,9 @@ def log_of_softmax(watch: Watch, seed: int) -> Mapping[str, Any]:
 
 @fault("L05", "loss.no_valid_target", delay="N", active=5)
 def micro_batch_without_a_label(watch: Watch, seed: int) -> Mapping[str, Any]:
-    """Samples without a label carry -100; one micro-batch holds nothing else. Its gradient is 0, its loss NaN.
+    """All targets of one micro-batch are -100, which is ignored: its gradient is 0, its loss NaN.
 
-    All others are labelled: uneven micro-batches would be a fault: ``gradient.accumulation_token_weighting``.
+    All other samples have labels, so that ``gradient.accumulation_token_weighting`` is not a second fault.
     """
     torch.manual_seed(seed)
     x, y = table(seed)
@@ -82,7 +82,7 @@ def micro_batch_without_a_label(watch: Watch, seed: int) -> Mapping[str, Any]:
 
 
 def prices(seed: int) -> tuple[Tensor, Tensor]:
-    """A regression: x (1024, 20), y (1024,)."""
+    """A linear regression with noise: x (1024, 20), y (1024,)."""
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(1024, 20, generator=g)
     weight = torch.randn(20, generator=g)
@@ -91,7 +91,7 @@ def prices(seed: int) -> tuple[Tensor, Tensor]:
 
 @fault("L06", "loss.broadcast_target", delay="S")
 def column_minus_row(watch: Watch, seed: int) -> None:
-    """(B, 1) minus (B,) is (B, B): each prediction is drawn to every target."""
+    """(B, 1) - (B,) broadcasts to (B, B): each prediction is compared with all targets of the batch."""
     torch.manual_seed(seed)
     batches = loader(*prices(seed), seed)
     model = mlp(classes=1)
@@ -114,7 +114,7 @@ def uphill(watch: Watch, seed: int) -> None:
 
 @fault("L10", "loss.no_shift", delay="S")
 def targets_not_shifted(watch: Watch, seed: int) -> None:
-    """Each position is to predict the token that it is given."""
+    """The target at each position is its own input token, not the next one."""
     torch.manual_seed(seed)
     ids = sequences(seed)
     batches = loader(ids, ids, seed, batch=32)
@@ -130,7 +130,7 @@ def targets_not_shifted(watch: Watch, seed: int) -> None:
 
 @fault("L11", "model.future_leak", delay="S")
 def attention_without_a_mask(watch: Watch, seed: int) -> None:
-    """A language model that sees the token that it is to predict."""
+    """A language model without a causal mask: attention reads the token to be predicted."""
     torch.manual_seed(seed)
     ids = torch.randint(1, 33, (1024, 16))
     batches = loader(ids, ids, seed)
@@ -140,7 +140,7 @@ def attention_without_a_mask(watch: Watch, seed: int) -> None:
 
 
 def dialogues(seed: int, n: int = 512) -> Tensor:
-    """Two turns of 3 to 7 tokens, each ended by 0, then filled up with 0: shape (n, 16)."""
+    """Two turns of 3 to 7 tokens, each followed by 0 as its end, then padded with 0: shape (n, 16)."""
     g = torch.Generator().manual_seed(seed)
     rows = torch.zeros(n, 16, dtype=torch.int64)
     for row, ids in zip(rows, sequences(seed, n)):
@@ -151,7 +151,7 @@ def dialogues(seed: int, n: int = 512) -> Tensor:
 
 @fault("L12", "loss.eos_ignored", delay="S")
 def end_of_turn_taken_for_padding(watch: Watch, seed: int) -> None:
-    """Each turn of a dialogue ends with 0, which also serves as padding, and padding is ignored in the loss."""
+    """The end of a turn and the padding are the same token, which the loss ignores: the model never learns to stop."""
     torch.manual_seed(seed)
     pad = 0
     ids = dialogues(seed)
@@ -181,7 +181,7 @@ def labels_counted_from_one(watch: Watch, seed: int) -> None:
 
 @fault("L15", "loss.detached_from_model", delay="S")
 def loss_made_anew(watch: Watch, seed: int) -> None:
-    """The loss is rebuilt from its value: backward reaches nothing."""
+    """The loss is a new tensor made from its value: backward reaches no parameter."""
     model, optimizer, batches = host(seed, torch.optim.AdamW, lr=1e-3)
     train(
         watch,
@@ -195,7 +195,7 @@ def loss_made_anew(watch: Watch, seed: int) -> None:
 
 @fault("L16", "loss.smoothing_over_masked_class", delay="N")
 def smoothing_over_a_forbidden_class(watch: Watch, seed: int) -> Mapping[str, Any]:
-    """A class that cannot occur gets -inf, and label smoothing gives it a share of the target."""
+    """An impossible class has the logit -inf, and label smoothing a target above 0 for it: the loss is infinite."""
     torch.manual_seed(seed)
     x, y = table(seed)
     forbidden = torch.arange(10) == 9 - seed % 10
@@ -213,7 +213,7 @@ def smoothing_over_a_forbidden_class(watch: Watch, seed: int) -> Mapping[str, An
 
 
 class TwoHeads(nn.Module):
-    """Classifies x, and rebuilds it from what the classifier sees."""
+    """Classifies x and reconstructs it, both from the same hidden layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -227,7 +227,7 @@ class TwoHeads(nn.Module):
 
 @fault("L17", "loss.term_dominates", delay="B")
 def auxiliary_term_dominates(watch: Watch, seed: int) -> None:
-    """The weight of the reconstruction is 1e4; the clipped gradient has no room for the classes."""
+    """The reconstruction loss has weight 1e4: after clipping, next to nothing of the classifier's gradient is left."""
     torch.manual_seed(seed)
     batches = loader(*table(seed), seed)
     model = TwoHeads()
@@ -267,7 +267,7 @@ def transcript_longer_than_its_audio(watch: Watch, seed: int) -> Mapping[str, An
 
 
 class Experts(nn.Module):
-    """Sends each sample to one of four experts; returns its answer and what the router said."""
+    """Top-1 of four experts. Returns (output, "router_logits"), the latter really probabilities: the fault."""
 
     def __init__(self, d: int = 32) -> None:
         super().__init__()
@@ -282,7 +282,7 @@ class Experts(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """One layer of experts between two linear ones: ``x -> (logits, router_logits)``."""
+    """``Experts`` between two linear layers: ``x -> (logits, router_logits)``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -294,7 +294,7 @@ class MixtureOfExperts(nn.Module):
 
 
 def balance_loss(router_logits: Tensor) -> Tensor:
-    """Load times mean probability, as in Switch Transformers (arXiv 2101.03961, eq. 4)."""
+    """Load balancing loss of Switch Transformers (arXiv 2101.03961, eq. 4), without its coefficient."""
     p = router_logits.softmax(-1)
     load = F.one_hot(p.argmax(-1), p.shape[1]).float().mean(0)
     return p.shape[1] * (load * p.mean(0)).sum()
@@ -302,7 +302,7 @@ def balance_loss(router_logits: Tensor) -> Tensor:
 
 @fault("L21", "loss.softmax_applied_twice", delay="B")
 def balance_of_a_softmaxed_router(watch: Watch, seed: int) -> None:
-    """The router returns probabilities where the balance loss expects logits: its gradient is weak."""
+    """The balance loss applies softmax to probabilities: its gradient becomes weak."""
     torch.manual_seed(seed)
     batches = loader(*table(seed), seed)
     model = MixtureOfExperts()

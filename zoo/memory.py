@@ -1,4 +1,4 @@
-"""Memory that a run never gives back: K01-K04."""
+"""Zoo, group K: memory that grows from step to step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zoo.host import Watch, fault, loader, mlp, table, train
 
 
 class Deep(nn.Module):
-    """Many small residual layers: a long graph for each step."""
+    """Many small residual layers, so that each step has a large autograd graph."""
 
     def __init__(self, depth: int = 24, d: int = 32) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def outputs_kept(watch: Watch, seed: int) -> None:
 
 
 class EchoState(nn.Module):
-    """A recurrent net whose recurrent weights are fixed; input and output are learned."""
+    """One step of a recurrent net whose recurrent weights are fixed: ``(x, h) -> (logits, h)``."""
 
     reservoir: Tensor
 
@@ -99,7 +99,7 @@ def state_carries_its_graph(watch: Watch, seed: int) -> None:
 
 
 class Listed(Dataset[tuple[int, list[float], int]]):
-    """Samples as Python objects in a list, each with a reference count of its own."""
+    """Samples as Python objects in a list: reading one writes its reference count, so forked workers copy its page."""
 
     def __init__(self, seed: int, n: int) -> None:
         draw = random.Random(seed)

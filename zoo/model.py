@@ -28,7 +28,7 @@ def predict_next(model: nn.Module, ids: Tensor, _: Tensor) -> Tensor:
 def train(
     watch: Watch, model: nn.Module, data: DataLoader[Any], loss: Step = classify, *, lr: float = 1e-3, epochs: int = 3
 ) -> None:
-    """The plain loop; for the faults that lie in the model or in its loss alone."""
+    """A plain loop with Adam, for faults of the model or the loss. ``loss(model, x, y)`` is a scalar."""
     optimizer = torch.optim.Adam((p for p in model.parameters() if p.requires_grad), lr=lr)
     with watch(model, optimizer, loader=data):
         model.train()
@@ -40,7 +40,7 @@ def train(
 
 
 def drawn_in(step: int, data: DataLoader[Any], seed: int) -> int:
-    """A sample of batch ``step``, counted from 1, of ``data``: a twin, by its seed, of the loader that will train."""
+    """Index of one sample of batch ``step``, counted from 1. ``data``: a loader with the order of the later run."""
     ids = next(islice(data, step - 1, None))[0]
     return int(ids[(7 * seed + 3) % len(ids)])
 
@@ -90,7 +90,7 @@ def layers_in_a_list(watch: Watch, seed: int) -> None:
 
 
 class TimeFirst(nn.Module):
-    """A GRU that wants (T, B, D) and gets it by ``view`` where ``transpose`` was meant."""
+    """A GRU whose input (B, T, D) is brought to (T, B, D) with ``view``, which mixes samples, not ``transpose``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ def view_for_transpose(watch: Watch, seed: int) -> None:
 
 @fault("M08", "model.bn_tiny_batch", delay="B")
 def batchnorm_of_two(watch: Watch, seed: int) -> None:
-    """8x8 -> 1x1: the last BatchNorm has two values for each channel."""
+    """Batches of 2, reduced from 8x8 to 1x1: the last BatchNorm normalises over two values per channel."""
     torch.manual_seed(seed)
     blocks = [(nn.Conv2d(d, 16, 3, stride=2, padding=1), nn.BatchNorm2d(16), nn.ReLU()) for d in (1, 16, 16)]
     model = nn.Sequential(*sum(blocks, ()), nn.Flatten(), nn.Linear(16, 4))
@@ -120,7 +120,7 @@ def batchnorm_of_two(watch: Watch, seed: int) -> None:
 
 @fault("M09", "model.running_statistics_nonfinite", delay="N", active=6)
 def nan_in_running_stats(watch: Watch, seed: int) -> Mapping[str, Any]:
-    """The loop skips the loss that is not finite, but the forward pass had moved the running statistics already."""
+    """The loop skips the NaN loss, but its forward pass has already written NaN into the running statistics."""
     torch.manual_seed(seed)
     x, y = images(seed, n=1088)
     bad = drawn_in(6, loader(x[:1024], y[:1024], seed, batch=32), seed)
@@ -151,7 +151,7 @@ def dropout_of_nine_tenths(watch: Watch, seed: int) -> None:
 
 
 class Encoder(nn.Module):
-    """Self-attention over the tokens that are there (0 is padding), their mean, a class."""
+    """Classifies a text by self-attention and the mean over its tokens, both without padding (0)."""
 
     def __init__(self, d: int = 16) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ def no_attention_scale(watch: Watch, seed: int) -> None:
 
 
 class Rotary(nn.Module):
-    """One layer of attention with rotary positions, whose angles are made of bf16 positions."""
+    """One layer of attention with rotary embeddings, whose angles are computed from bf16 positions."""
 
     def __init__(self, d: int = 16) -> None:
         super().__init__()
@@ -228,7 +228,7 @@ def contrast(model: nn.Module, pairs: Tensor, alike: Tensor) -> Tensor:
 
 @fault("M16", "gradient.infinite_derivative", delay="N", active=9)
 def distance_of_equals(watch: Watch, seed: int) -> Mapping[str, Any]:
-    """Pairs, one of which holds the same sample twice: a finite loss, a NaN gradient."""
+    """In one pair both samples are equal: the loss is finite, but sqrt has no derivative at 0: the gradient is NaN."""
     torch.manual_seed(seed)
     pairs = torch.randn(1024, 2, 20)
     alike = torch.randint(2, (1024,)).float()
@@ -240,7 +240,7 @@ def distance_of_equals(watch: Watch, seed: int) -> Mapping[str, Any]:
 
 
 def poisson(model: nn.Module, x: Tensor, count: Tensor) -> Tensor:
-    """The first feature is the exposure; ``where`` was meant to keep log(0) out."""
+    """Poisson loss; feature 0 is the exposure. ``where`` keeps log(0) out of the loss, but not out of its gradient."""
     rate = x[:, 0] * F.softplus(model(x[:, 1:]).squeeze(1))
     return (rate - torch.where(rate > 0, count * rate.log(), 0.0)).mean()
 
@@ -296,7 +296,7 @@ def variance_overflows(watch: Watch, seed: int) -> Mapping[str, Any]:
 
 
 class Sparse(nn.Module):
-    # Clears its code by .data once the head has read it; the backward pass reads the same memory.
+    # Modifies ``code`` through .data after the head has used it; the backward pass needs the original values.
     def __init__(self) -> None:
         super().__init__()
         self.encode, self.head = nn.Linear(20, 32), nn.Linear(32, 10)
@@ -315,7 +315,7 @@ def data_edited(watch: Watch, seed: int) -> None:
 
 
 class Checkpointed(nn.Module):
-    """A body that is run again in the backward pass."""
+    """Runs ``body`` with activation checkpointing; ``how``: arguments of ``checkpoint``."""
 
     def __init__(self, stem: nn.Module, body: nn.Module, head: nn.Module, **how: Any) -> None:
         super().__init__()
@@ -351,7 +351,7 @@ def all_frozen_but_batchnorm(watch: Watch, seed: int) -> None:
 
 
 class Routed(nn.Module):
-    """Eight experts, the first choice of a router with gain 5 and no balancing loss."""
+    """Top-1 of ``n`` experts; the router's logits are multiplied by 5, and no loss balances their use."""
 
     def __init__(self, d: int = 32, n: int = 8) -> None:
         super().__init__()
@@ -375,7 +375,7 @@ def router_without_balance(watch: Watch, seed: int) -> None:
 
 
 class Swish(torch.autograd.Function):
-    """x * sigmoid(x), whose backward forgot the derivative of the sigmoid."""
+    """x * sigmoid(x); ``backward`` omits the derivative of the sigmoid."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

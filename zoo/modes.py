@@ -1,4 +1,4 @@
-"""Faults of train and eval mode: T01-T05."""
+"""Zoo, group T: faults of train and eval mode."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def validated_in_train_mode(watch: Watch, seed: int) -> None:
 
 
 class AlwaysDropping(nn.Module):
-    """Dropout as a function, which knows nothing of the mode."""
+    """Calls ``F.dropout`` without ``training=self.training``: it drops in eval mode, too."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Faults of the optimizer and its learning rate: O01-O15."""
+"""Zoo, group O: faults of the optimizer and its learning rate."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def lr_too_high(watch: Watch, seed: int) -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=3.0)
     elif seed % 3 == 1:
         optimizer = torch.optim.SGD(model.parameters(), lr=30.0)  # type: ignore[assignment]
-    else:  # the slow way: it learns for some steps before it is lost
+    else:  # the loss falls for some steps before it diverges
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)  # type: ignore[assignment]
     batches = loader(*table(seed), seed)
     train(watch, model, optimizer, batches, epochs=4)
@@ -46,7 +46,7 @@ def stale_params(watch: Watch, seed: int) -> None:
     torch.manual_seed(seed)
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    model = copy.deepcopy(model)  # as a wrapper that moves or rebuilds the model would
+    model = copy.deepcopy(model)  # as some wrappers do; the optimizer holds the parameters of the original
     batches = loader(*table(seed), seed)
     train(watch, model, optimizer, batches, epochs=5)
 
@@ -125,14 +125,14 @@ def zero_lr_group(watch: Watch, seed: int) -> None:
 
 
 def players(pixels: int) -> tuple[nn.Module, nn.Module]:
-    """A generator and a critic of flat pictures."""
+    """A generator of flattened images and their critic."""
     generator = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, pixels))
     critic = nn.Sequential(nn.Linear(pixels, 64), nn.LeakyReLU(0.2), nn.Linear(64, 1))
     return generator, critic
 
 
 def says(critic: nn.Module, x: Tensor, real: bool) -> Tensor:
-    """The loss of a critic that should call ``x`` real, or false."""
+    """Loss of a critic that should classify ``x`` as real, or as fake."""
     logits = critic(x)
     return F.binary_cross_entropy_with_logits(logits, torch.full_like(logits, float(real)))
 

@@ -1,4 +1,4 @@
-"""Faults of number formats and loss scaling: P01-P13."""
+"""Zoo, group P: faults of number formats and loss scaling."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ResidualNet(nn.Module):
 def activations_overflow(watch: Watch, seed: int) -> dict[str, Any]:
     torch.manual_seed(seed)
     model, hot = ResidualNet(), seed % 3
-    with torch.no_grad():  # as in a checkpoint that was trained in fp32 or bf16
+    with torch.no_grad():  # weights as of training in fp32 or bf16: their activations exceed the range of fp16
         for linear in (model.blocks[hot].gate, model.blocks[hot].up, model.blocks[hot].down):
             linear.weight.mul_(40)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -69,7 +69,7 @@ def gradients_underflow(watch: Watch, seed: int) -> None:
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     ids = sequences(seed)
     batches = loader(ids, ids, seed)
-    weight = 1e-3 if seed % 2 == 0 else 1e-4  # of this loss beside others; the smaller one loses nearly everything
+    weight = 1e-3 if seed % 2 == 0 else 1e-4  # with 1e-4 nearly all gradients underflow
     with watch(model, optimizer, loader=batches, scaler=scaler):
         for _ in range(3):
             for _, x, y in batches:
@@ -82,7 +82,7 @@ def gradients_underflow(watch: Watch, seed: int) -> None:
 
 
 class Reader(nn.Module):
-    """One bidirectional attention over padded token ids, then a linear classifier of the mean without padding."""
+    """Classifies padded token ids (0 is padding): one bidirectional attention, the mean over tokens, a linear layer."""
 
     def __init__(self, vocab: int = 33, d: int = 32, classes: int = 4) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Reader(nn.Module):
 
 
 class SoftMaskAttention(nn.Module):
-    """Attention that adds a large negative number where there is padding."""
+    """Attention that adds -1e9 to the scores of padding: more than fp16 can hold."""
 
     def __init__(self, d: int) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ def updates_lost(watch: Watch, seed: int) -> None:
 
 
 def contrast(z: Tensor, temperature: float = 0.07) -> Tensor:
-    """NT-Xent of two views, written out; z (2N, d), row i belongs to row i + N."""
+    """NT-Xent loss of two views without log-sum-exp; z (2N, d): rows i and i + N are views of the same sample."""
     z = F.normalize(z, dim=-1)
     likeness = torch.exp(z @ z.T / temperature)
     others = likeness * ~torch.eye(len(z), dtype=torch.bool)
@@ -249,7 +249,7 @@ class Experts(nn.Module):
 
 
 class Mixture(nn.Module):
-    """Experts between two linear maps."""
+    """``Experts`` between two linear layers."""
 
     def __init__(self) -> None:
         super().__init__()

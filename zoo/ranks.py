@@ -1,4 +1,4 @@
-"""Zoo, group X: faults of several ranks, and healthy runs of two; each a plain loop over gloo."""
+"""Zoo, group X and R09: faults of distributed training, and healthy runs; each a plain loop on two ranks over gloo."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from zoo.ranks_host import RANKS, STEPS, batches, healthy_ranks, net, rank_fault
 def wrapped(
     seed: int, rank: int, dropout: float = 0.0, *, find_unused: bool = False, **more: bool
 ) -> DistributedDataParallel:
-    """The model on this rank, and then random numbers of its own."""
+    """A model wrapped in DDP, the same on all ranks. Afterwards each rank has a different random seed."""
     torch.manual_seed(seed)
     model = DistributedDataParallel(net(dropout, **more), find_unused_parameters=find_unused)
     torch.manual_seed(1000 * seed + rank)
@@ -50,7 +50,7 @@ def inner_module_is_called(watch: Watch, seed: int, rank: int) -> None:
 @rank_fault("X02", "ranks.ddp_does_not_exchange")
 def parameters_are_replaced(watch: Watch, seed: int, rank: int) -> None:
     model = wrapped(seed, rank)
-    model.double().float()  # as .cpu().cuda() does, it makes each parameter forget its hook
+    model.double().float()  # replaces the storage of each parameter, as .cpu().cuda() does: DDP's hooks are lost
     optimizer, data = adam(model), batches(seed, rank)
     train(watch, model, optimizer, data)
 
@@ -180,7 +180,7 @@ def learning_rates_differ(watch: Watch, seed: int, rank: int) -> None:
     with watch(model, optimizer, loader=data):
         for step, (_, x, y) in enumerate(data):
             if step == 5 and rank == 1:
-                optimizer.param_groups[0]["lr"] = 0.01  # a plateau that one rank alone has seen
+                optimizer.param_groups[0]["lr"] = 0.01  # as ReduceLROnPlateau does when only this rank's loss stagnates
             update(optimizer, F.cross_entropy(model(x), y))
 
 
@@ -191,7 +191,7 @@ def one_rank_hangs(watch: Watch, seed: int, rank: int) -> None:
     with watch(model, optimizer, loader=data):
         for step, (_, x, y) in enumerate(data):
             if step == 9 and rank == 1:
-                time.sleep(8)  # longer than the timeout of the group
+                time.sleep(8)  # longer than ranks_host.LIMIT_S
             update(optimizer, F.cross_entropy(model(x), y))
 
 
@@ -210,7 +210,7 @@ def one_rank_is_slow(watch: Watch, seed: int, rank: int) -> None:
 
 @healthy_ranks("HX1")
 def plain(watch: Watch, seed: int, rank: int) -> None:
-    """BatchNorm, dropout, a scheduler, two parameter groups, clipping, an evaluation of the module inside."""
+    """BatchNorm, dropout, a scheduler, two parameter groups, clipping, an evaluation of ``model.module``."""
     model = wrapped(seed, rank, 0.1, norm=True)
     groups = [
         {"params": model.module[0].parameters(), "lr": 1e-3},
@@ -250,7 +250,7 @@ def accumulation(watch: Watch, seed: int, rank: int) -> None:
 
 @healthy_ranks("HX3")
 def mean_by_hand(watch: Watch, seed: int, rank: int) -> None:
-    """Without DistributedDataParallel: half of the runs divide the loss, the others the gradients."""
+    """Gradients are averaged without DDP: odd seeds divide the loss by the number of ranks, even ones the gradients."""
     model = replica(seed)
     optimizer, data = torch.optim.SGD(model.parameters(), lr=0.05), batches(seed, rank)
     with watch(model, optimizer, loader=data):
@@ -286,7 +286,7 @@ def uneven_inside_of_join(watch: Watch, seed: int, rank: int) -> None:
 
 @healthy_ranks("HX6")
 def the_first_rank_saves(watch: Watch, seed: int, rank: int) -> None:
-    """Now and then rank 0 does something alone; batches have different sizes."""
+    """Every tenth step rank 0 is busy for 0.1 s, as when it saves a checkpoint."""
     model = wrapped(seed, rank)
     optimizer, data = adam(model), batches(seed, rank)
     with watch(model, optimizer, loader=data):
@@ -298,7 +298,7 @@ def the_first_rank_saves(watch: Watch, seed: int, rank: int) -> None:
 
 @healthy_ranks("HX7")
 def sharded(watch: Watch, seed: int, rank: int) -> None:
-    """FSDP: each rank holds a part of every parameter."""
+    """FSDP."""
     torch.manual_seed(seed)
     model = net(0.1)
     fully_shard(model, mesh=distributed.init_device_mesh("cpu", (RANKS,)))  # type: ignore[attr-defined]
@@ -322,7 +322,7 @@ def short_last_batches(watch: Watch, seed: int, rank: int) -> None:
 
 @healthy_ranks("HX9")
 def state_of_the_optimizer_in_parts(watch: Watch, seed: int, rank: int) -> None:
-    """ZeRO: each rank updates some of the parameters, and tells the others."""
+    """ZeRO stage 1: each rank updates some of the parameters and sends them to the others."""
     from torch.distributed.optim import ZeroRedundancyOptimizer  # warns when it is imported
 
     model = wrapped(seed, rank, 0.1)
@@ -333,7 +333,7 @@ def state_of_the_optimizer_in_parts(watch: Watch, seed: int, rank: int) -> None:
 
 @healthy_ranks("HX10")
 def two_models_take_turns(watch: Watch, seed: int, rank: int) -> None:
-    """A small GAN on ranks."""
+    """A small GAN."""
     torch.manual_seed(seed)
     G = DistributedDataParallel(nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 20)))
     D = DistributedDataParallel(nn.Sequential(nn.Linear(20, 32), nn.LeakyReLU(0.2), nn.Linear(32, 1)))

@@ -1,4 +1,4 @@
-"""Zoo, group Y: faults in which one rank does something else, and healthy runs that look like them; judged apart."""
+"""Zoo, group Y: faults in which the ranks differ, and healthy runs that look like them; scored separately from X."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def one_rank_does_not_clip(watch: Watch, seed: int, rank: int) -> None:
 
 
 class Scaled(nn.Module):
-    """Divides by a moving average of the spread of what this rank has seen."""
+    """Divides each feature by a moving average of its standard deviation over this rank's batches."""
 
     spread: Tensor
 
@@ -154,7 +154,7 @@ def each_rank_clips_by_the_norm_of_its_part(watch: Watch, seed: int, rank: int) 
 
 @healthy_ranks("HY1")
 def statistics_of_each_rank(watch: Watch, seed: int, rank: int) -> None:
-    """BatchNorm without broadcast buffers; the first rank evaluates, and goes back to training mode."""
+    """BatchNorm with ``broadcast_buffers=False``; every tenth step rank 0 evaluates and returns to training mode."""
     torch.manual_seed(seed)
     model = DistributedDataParallel(net(0.1, norm=True), broadcast_buffers=False)
     torch.manual_seed(1000 * seed + rank)
@@ -171,7 +171,7 @@ def statistics_of_each_rank(watch: Watch, seed: int, rank: int) -> None:
 
 @healthy_ranks("HY2")
 def all_ranks_go_back(watch: Watch, seed: int, rank: int) -> None:
-    """Weights and moments are loaded on every rank at once, in bf16 throughout."""
+    """All ranks compute in bf16, and restore model and optimizer in the same step."""
     model = wrapped(seed, rank)
     optimizer, data = adam(model), batches(seed, rank)
     with watch(model, optimizer, loader=data):
@@ -188,9 +188,7 @@ def all_ranks_go_back(watch: Watch, seed: int, rank: int) -> None:
 
 @healthy_ranks("HY3")
 def averaged_weights_are_evaluated(watch: Watch, seed: int, rank: int) -> None:
-    """The first rank evaluates a moving average of the weights in their place, and puts them back; the loss is summed
-    for the log; the last of three micro-batches exchanges.
-    """
+    """Rank 0 evaluates with averaged weights and restores the trained ones; the loss is all-reduced for logging."""
     model = wrapped(seed, rank)
     optimizer, data = adam(model), batches(seed, rank, batch=8)
     average = [p.detach().clone() for p in model.parameters()]
@@ -214,7 +212,7 @@ def averaged_weights_are_evaluated(watch: Watch, seed: int, rank: int) -> None:
 
 @healthy_ranks("HY4")
 def shards_clipped_together(watch: Watch, seed: int, rank: int) -> None:
-    """FSDP, with the norm of all parts."""
+    """FSDP, clipped by the norm over all shards."""
     torch.manual_seed(seed)
     model = net()
     fully_shard(model, mesh=distributed.init_device_mesh("cpu", (RANKS,)))  # type: ignore[attr-defined]
@@ -226,7 +224,7 @@ def shards_clipped_together(watch: Watch, seed: int, rank: int) -> None:
 
 @healthy_ranks("HY5")
 def layers_are_divided(watch: Watch, seed: int, rank: int) -> None:
-    """Tensor parallelism: both ranks have the same samples, and draw the same numbers."""
+    """Tensor parallelism: both ranks have the same samples and the same random numbers."""
     torch.manual_seed(seed)
     model = net(0.1)
     mesh = distributed.init_device_mesh("cpu", (RANKS,))  # type: ignore[attr-defined]
@@ -238,7 +236,7 @@ def layers_are_divided(watch: Watch, seed: int, rank: int) -> None:
 
 
 class Joined(torch.autograd.Function):
-    """The sum over the ranks; backward passes the gradient on (the end of a layer that is divided)."""
+    """Sums over the ranks; backward is the identity. Megatron's g, at the end of a tensor-parallel layer."""
 
     @staticmethod
     def forward(ctx: object, x: Tensor) -> Tensor:
@@ -252,7 +250,7 @@ class Joined(torch.autograd.Function):
 
 
 class Shared(torch.autograd.Function):
-    """The same on all ranks; backward adds up the gradients (the begin of a layer that is divided)."""
+    """The identity; backward sums over the ranks. Megatron's f, at the start of a tensor-parallel layer."""
 
     @staticmethod
     def forward(ctx: object, x: Tensor) -> Tensor:
@@ -266,7 +264,7 @@ class Shared(torch.autograd.Function):
 
 
 class DividedMlp(nn.Module):
-    """Column- and row-parallel layers by hand; with ``replicas`` also layers that every rank has."""
+    """A column- and a row-parallel layer by hand; with ``replicas`` also layers that are replicated on every rank."""
 
     def __init__(self, seed: int, rank: int, *, replicas: bool) -> None:
         super().__init__()
@@ -283,7 +281,7 @@ class DividedMlp(nn.Module):
 
 
 def trained(watch: Watch, model: nn.Module, seed: int, rank: int, *, own: bool, by_hand: bool = False) -> None:
-    """Ranks that see the same samples unless ``own``; gradients are averaged by hand if wanted."""
+    """Trains. ``own``: each rank has samples of its own. ``by_hand``: the loop averages gradients over the ranks."""
     optimizer, data = adam(model), batches(seed, rank, own=own)
     with watch(model, optimizer, loader=data):
         for _, x, y in [*data, *data]:
@@ -306,7 +304,7 @@ def every_layer_is_divided_by_hand(watch: Watch, seed: int, rank: int) -> None:
 
 
 class Sequences(nn.Module):
-    """Each rank computes with its half of the rows' elements, and gathers the keys of all (context parallelism)."""
+    """Context parallelism: each rank has half of each sequence; the mean key is summed over the ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -327,7 +325,10 @@ def sequences_are_divided_by_hand(watch: Watch, seed: int, rank: int) -> None:
 
 
 class Experts(nn.Module):
-    """A router on every rank, one expert on each; the expert of a rank may see no sample of a batch."""
+    """Expert parallelism: the router is replicated, each rank has one expert, which may get no sample of a batch.
+
+    ``alike``: all experts start with the same weights.
+    """
 
     def __init__(self, seed: int, rank: int, *, alike: bool) -> None:
         super().__init__()
@@ -357,7 +358,7 @@ def experts_that_begin_alike(watch: Watch, seed: int, rank: int) -> None:
 
 @healthy_ranks("HY11")
 def stages_by_hand(watch: Watch, seed: int, rank: int) -> None:
-    """A pipeline of two stages of the same shapes."""
+    """A pipeline of two stages with the same shapes."""
     torch.manual_seed(seed)
     stage = nn.Sequential(nn.Linear(20, 20), nn.ReLU(), nn.Linear(20, 20))
     optimizer, data = adam(stage), batches(seed, rank, own=False)
@@ -381,7 +382,7 @@ def stages_by_hand(watch: Watch, seed: int, rank: int) -> None:
 
 @healthy_ranks("HY12")
 def each_rank_updates_its_part(watch: Watch, seed: int, rank: int) -> None:
-    """ZeRO by hand: gradients are reduced to the rank that updates a parameter, which sends it to the others."""
+    """ZeRO by hand: each gradient is reduced to the rank that owns its parameter, which broadcasts the updated one."""
     torch.manual_seed(seed)
     model = net()
     torch.manual_seed(1000 * seed + rank)
@@ -401,7 +402,7 @@ def each_rank_updates_its_part(watch: Watch, seed: int, rank: int) -> None:
 
 @healthy_ranks("HY13")
 def a_choice_of_all_ranks(watch: Watch, seed: int, rank: int) -> None:
-    """Every rank draws the same width for its batch, from generators that were seeded alike."""
+    """Every rank scales its batch by the same random factor: the ranks have the same seed on purpose."""
     torch.manual_seed(seed)
     model = DistributedDataParallel(net())
     optimizer, data = adam(model), batches(seed, rank)
@@ -412,6 +413,6 @@ def a_choice_of_all_ranks(watch: Watch, seed: int, rank: int) -> None:
 
 @healthy_ranks("HY14")
 def a_model_of_its_own_on_each_rank(watch: Watch, seed: int, rank: int) -> None:
-    """An ensemble: nothing is exchanged."""
+    """An ensemble: the ranks exchange nothing."""
     torch.manual_seed(100 * seed + rank)
     trained(watch, net(), seed, rank, own=False)

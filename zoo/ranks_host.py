@@ -1,4 +1,4 @@
-"""Runs programs of two ranks under the watch, all in one pair of processes, and scores what the doctor said.
+"""Runs programs on two ranks under ``tw.watch``, all in one pair of processes, and scores the doctor's findings.
 
 python -m zoo.ranks_host '{"rank": 0, "port": 29512, "names": ["X01"], "seeds": [0], "folder": "/tmp/x"}'
 """
@@ -30,16 +30,19 @@ from zoo.host import Rows, Watch, table
 RANKS = 2
 STEPS = 24
 LIMIT_S = 6.0
-"""The timeout of each program's group once its ranks have met: what hangs in the program ends then."""
+"""The timeout of each program's process group: a collective that hangs fails after it."""
 MEET_S = 60.0
-"""How long ranks wait for each other before: on a busy machine a connection may take longer than a step that hangs."""
+"""How long the ranks wait for each other before a program: on a busy machine more than ``LIMIT_S`` may be needed."""
 Program = Callable[[Watch, int, int], None]
 """``(watch, seed, rank)``: trains as one of two ranks."""
 
 
 @dataclass(frozen=True)
 class RankEntry:
-    """One row: ``labels`` are equivalent diagnoses, none of a healthy run; ``guilty`` is the rank to be named."""
+    """One program. ``labels``: the accepted finding codes, empty for a healthy run; ``guilty``: the rank at fault.
+
+    A finding has to name ``guilty``; None: which rank it names is not scored.
+    """
 
     id: str
     labels: tuple[str, ...]
@@ -62,18 +65,18 @@ def rank_fault(name: str, *labels: str, guilty: int | None = None) -> Callable[[
 
 
 def healthy_ranks(name: str) -> Callable[[Program], Program]:
-    """Registers a healthy run: no finding but infos may come of it, on any rank."""
+    """Registers a healthy run: on every rank the doctor may report only infos."""
     return rank_fault(name)
 
 
 def net(dropout: float = 0.0, *, norm: bool = False) -> nn.Sequential:
-    """The host's model, small."""
+    """A small MLP for ``table``."""
     middle = nn.BatchNorm1d(32) if norm else nn.Identity()
     return nn.Sequential(nn.Linear(20, 32), middle, nn.ReLU(), nn.Dropout(dropout), nn.Linear(32, 10))
 
 
 def batches(seed: int, rank: int, *, n: int = 512, batch: int = 16, own: bool = True) -> DataLoader[Any]:
-    """A loader of this rank's share, or of everything in the same order."""
+    """A loader of ``table``: of this rank's part if ``own``, else of everything, in the same order on all ranks."""
     data = Rows(*table(seed, n=n))
     if own:
         return DataLoader(data, batch_size=batch, sampler=DistributedSampler(data, RANKS, rank, seed=seed))
@@ -81,7 +84,7 @@ def batches(seed: int, rank: int, *, n: int = 512, batch: int = 16, own: bool = 
 
 
 def run(entry: RankEntry, seed: int, rank: int, folder: Path, *, watched: bool = True) -> dict[str, Any]:
-    """The entry once on this rank; what its watch found."""
+    """Runs the program once on this rank, without ``tw.watch`` if not ``watched``. Returns its findings as JSON."""
     torch.manual_seed(seed)
     watches: list[Any] = []
     models: list[nn.Module] = []
@@ -115,14 +118,14 @@ def run(entry: RankEntry, seed: int, rank: int, folder: Path, *, watched: bool =
 
 
 def bits_of(models: list[nn.Module]) -> str:
-    """A hash of what this rank holds of all weights and buffers."""
+    """A hash of all weights and buffers of this rank, of sharded ones the local shard."""
     tensors = [each for model in models for each in model.state_dict().values()]
     parts = [each.to_local() if hasattr(each, "to_local") else each for each in tensors]
     return hashlib.sha256(b"".join(part.detach().numpy().tobytes() for part in parts)).hexdigest()[:16]
 
 
 def main(ask: dict[str, Any]) -> None:
-    """Prints one line of JSON for each program and seed."""
+    """Prints one line of JSON for each program and seed. With ``compare`` each also runs without ``tw.watch``."""
     import zoo.ranks_apart  # noqa: F401  registers all entries
 
     logging.disable()
@@ -136,15 +139,15 @@ def main(ask: dict[str, Any]) -> None:
             sys.stdout.write(f"{json.dumps(told)}\n")
             sys.stdout.flush()
     store.set(f"done/{ask['rank']}", "")
-    store.wait([f"done/{rank}" for rank in range(RANKS)])  # the store goes with rank 0
+    store.wait([f"done/{rank}" for rank in range(RANKS)])  # rank 0 serves the store, so it must exit last
     time.sleep(0.2 if ask["rank"] == 0 else 0)
 
 
 def one(ask: dict[str, Any], name: str, seed: int, store: TCPStore, *, watched: bool = True) -> dict[str, Any]:
-    """One program in a process group of its own."""
+    """Runs one program in a new process group."""
     own = PrefixStore(f"{name}/{seed}/{watched}", store)
     own.set(f"here/{ask['rank']}", "")
-    own.wait([f"here/{rank}" for rank in range(RANKS)])  # one may have waited long in the program before
+    own.wait([f"here/{rank}" for rank in range(RANKS)])  # the other rank may still hang in the previous program
     limit = timedelta(seconds=ask.get("limit_s", LIMIT_S))
     meet = timedelta(seconds=MEET_S)
     distributed.init_process_group("gloo", store=own, rank=ask["rank"], world_size=RANKS, timeout=meet)
@@ -156,7 +159,10 @@ def one(ask: dict[str, Any], name: str, seed: int, store: TCPStore, *, watched: 
 
 
 def score(told: list[dict[str, Any]]) -> dict[str, Any]:
-    """The score of one program and seed, of what both ranks told."""
+    """The score of one program and seed. ``told``: what ``run`` returned on each rank.
+
+    ``place``: position of the first accepted code among a rank's alarms, the best of both ranks.
+    """
     entry = RANK_ENTRIES[told[0]["id"]]
     alarms = [[f for f in one["found"] if f[1] != "info"] for one in told]
     place = min((n for of_rank in alarms for n, f in enumerate(of_rank) if f[0] in entry.labels), default=None)
@@ -175,6 +181,6 @@ def score(told: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    from zoo import ranks_host  # as the module that the programs register with, not as __main__
+    from zoo import ranks_host  # the programs register in this module; __main__ is a second copy of it
 
     ranks_host.main(json.loads(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""Faults of the learning-rate schedule: S01-S08."""
+"""Zoo, group S: faults of the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def epoch_scheduler_per_batch(watch: Watch, seed: int) -> None:
     torch.manual_seed(seed)
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    scheduler = StepLR(optimizer, step_size=10)  # meant as: every 10 epochs
+    scheduler = StepLR(optimizer, step_size=10)  # meant in epochs
     batches = loader(*table(seed), seed)
     with watch(model, optimizer, loader=batches, scheduler=scheduler):
         for _ in range(20):
@@ -40,7 +40,7 @@ def stepped_once_per_process(watch: Watch, seed: int) -> None:
                 loss = F.cross_entropy(model(x), y)
                 loss.backward()
                 optimizer.step()
-                for _ in range(world_size):  # what a scheduler prepared for data parallel training does
+                for _ in range(world_size):  # as a scheduler prepared by Accelerate does
                     scheduler.step()
 
 
@@ -89,7 +89,7 @@ def plateau_of_a_maximum(watch: Watch, seed: int) -> None:
 
 
 class PostBlock(nn.Module):
-    """A transformer block as of 2017: the norm comes after the sum."""
+    """A post-norm transformer block (Vaswani et al. 2017)."""
 
     def __init__(self, d: int, heads: int) -> None:
         super().__init__()
