@@ -2,10 +2,10 @@
 
 Module ``zoo.public.NAME`` has ``main(watch, seed, folder) -> Result``. ``watch(model, optimizer, loader=...)`` is a
 context manager around the training loop, ``watch.lightning()`` and ``watch.transformers()`` are lists of callbacks for
-these trainers. A program writes its files to ``folder`` and prints what the program that it follows prints.
+these trainers. A program writes its files to ``folder`` and prints the same lines as the repository that it follows.
 
-The programs are in two halves. Work on checks may use the open half. The held-out half is measured once, at the end of
-a piece of work, and no check or program is changed because of what it shows.
+The programs are in two halves. Work on checks may use the open half. The held-out half is run once, at the end of a
+piece of work, and no check or program may be changed because of its results.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ KINDS = {
 
 
 def _split() -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Half of each kind: its names in the order of their SHA-256, the first half is open, the rest is held out."""
+    """Orders the names of each kind by SHA-256: the first half is open, the rest is held out."""
     open_half: list[str] = []
     held_out: list[str] = []
     for names in KINDS.values():
@@ -76,8 +76,8 @@ class Result:
     Attributes:
         metric: Name of the final metric.
         value: Its value.
-        bar: What the value must reach for the program to have learned.
-        losses: The training loss of each optimizer step, or of each part of it that the program logs.
+        bar: The program has learned if ``value`` is at least this, or at most if not ``higher_is_better``.
+        losses: The training losses that the program keeps, not always one per optimizer step.
         objects: Everything with a ``state_dict`` that the training changed: models, optimizers, schedulers, scalers.
         higher_is_better: False for a loss or an error.
     """

@@ -35,7 +35,7 @@ class LayerNorm(nn.Module):
 
 
 class Sublayer(nn.Module):
-    """A norm, what is given, dropout, and the way around it."""
+    """A pre-norm residual connection: ``x + dropout(inner(norm(x)))``."""
 
     def __init__(self, size, dropout):
         super().__init__()
@@ -51,7 +51,7 @@ class MultiHeadedAttention(nn.Module):
         self.heads = heads
         self.linears = clones(nn.Linear(size, size), 4)
         self.dropout = nn.Dropout(dropout)
-        self.attn = None  # the last weights, for pictures
+        self.attn = None  # the last attention weights, for plots
 
     def split(self, linear, x):
         return linear(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
@@ -90,7 +90,7 @@ class Stack(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Tokens, scaled, and sines of their positions."""
+    """Scaled token embeddings plus sinusoidal positional encodings."""
 
     def __init__(self, vocab, size, dropout, longest=64):
         super().__init__()
@@ -104,7 +104,7 @@ class Embedding(nn.Module):
 
 
 class EncoderDecoder(nn.Module):
-    """``generator`` is no part of ``forward``: the loss calls it."""
+    """``forward`` does not call ``generator``: the loss does."""
 
     def __init__(self, vocab, N=2, size=32, inner=64, heads=4, dropout=0.1):
         super().__init__()
@@ -138,7 +138,7 @@ class Batch:
 
 
 def data_gen(vocab, batch_size, nbatches):
-    """Copies of random digits, of six to nine tokens."""
+    """The copy task: source and target are the same 6 to 9 random tokens, padded to 9."""
     for _ in range(nbatches):
         data = torch.randint(1, vocab, (batch_size, 9))
         data[:, 0] = START
@@ -179,7 +179,7 @@ class TrainState:
 
 
 class Nothing:
-    """In place of an optimizer and a schedule in an evaluation."""
+    """Stands in for the optimizer and the scheduler in an evaluation."""
 
     param_groups = ({"lr": 0.0},)
 

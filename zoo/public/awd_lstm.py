@@ -24,13 +24,13 @@ class Corpus:
 
 
 def batchify(tokens, columns):
-    """One long text as several columns beside each other."""
+    """Splits one long text (n,) into consecutive columns: (n // columns, columns)."""
     rows = len(tokens) // columns
     return tokens[: rows * columns].view(columns, rows).t().contiguous()
 
 
 def repackage_hidden(h):
-    """The same values, cut from their history."""
+    """Detaches all tensors of a nested hidden state."""
     return h.detach() if torch.is_tensor(h) else type(h)(map(repackage_hidden, h))
 
 
@@ -40,7 +40,7 @@ def window(source, start, length):
 
 
 class LockedDropout(nn.Module):
-    """One mask for all time steps."""
+    """Dropout with the same mask at all time steps."""
 
     def forward(self, x, p):
         if not (self.training and p):

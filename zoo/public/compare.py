@@ -1,8 +1,7 @@
-"""Runs a public program with and without the watch and lists what differs.
+"""Runs a public program with and without ``tw.watch`` and lists the differences.
 
-A record of a run is a flat mapping from names to digests: of every tensor and number in the models, buffers, optimizers
-and losses, of the random states, of the files, of the printed lines and of the warnings. Two runs are the same if their
-records are equal.
+Compared are all tensors and numbers in models, optimizers and losses, the states of the random generators, the files,
+the printed lines and the warnings.
 """
 
 from __future__ import annotations
@@ -45,12 +44,13 @@ class Run:
     """One run of a program.
 
     Attributes:
-        parts: Digests by name.
-        printed: The lines on stdout, times left out.
+        parts: Digests by name, of everything compared but the printed lines.
+        printed: The lines on stdout, with times replaced by ``<time>``.
+        result: The metric with its value and bar, as text.
         steps: The number of losses that the program kept.
         wall_s, cpu_s: Time of the program in seconds, without imports.
-        findings: Findings of the watch as dicts, none without it.
-        notes: What the program and the watch wrote to stderr.
+        findings: Findings of ``tw.watch`` as dicts; empty without it.
+        notes: Everything written to stderr.
     """
 
     parts: dict[str, str]
@@ -65,7 +65,7 @@ class Run:
 
 
 class TrainwrightWatch:
-    """``tw.watch`` or an adapter, with a run folder; keeps each watch for its findings."""
+    """``tw.watch`` and its adapters, with the run folder ``out``; keeps every watch to read its findings."""
 
     def __init__(self, out: Path) -> None:
         self.out = out
@@ -99,13 +99,13 @@ def run(name: str, seed: int, place: Path, watched: bool) -> Run:
     Args:
         name: Module of ``zoo.public``.
         seed: Seed of the program.
-        place: An empty folder. Two runs that are compared use the same path, since programs save it.
-        watched: Under ``tw.watch`` instead of the null watch.
+        place: An empty folder. Runs to be compared need the same path, because programs write it to files.
+        watched: Whether to run under ``tw.watch``.
     """
     program = importlib.import_module(f"zoo.public.{name}").main
     watch = TrainwrightWatch(place / "watch") if watched else NullWatch()
     if watched:
-        import trainwright  # noqa: F401  # not a part of the time of the program
+        import trainwright  # noqa: F401  # here, so that the import is not timed
     _first_step()
     folder = place / "files"
     folder.mkdir(parents=True)
@@ -141,7 +141,7 @@ def run(name: str, seed: int, place: Path, watched: bool) -> Run:
 
 
 def differences(plain: Run, watched: Run) -> list[str]:
-    """Return the differences between two runs of one program with one seed, one line per kind of object."""
+    """Return the differences between two runs of a program with the same seed, one line per kind of object."""
     found: dict[str, list[str]] = {}
     for key in sorted(plain.parts.keys() | watched.parts.keys()):
         if plain.parts.get(key) != watched.parts.get(key):
@@ -161,7 +161,7 @@ def alarms(watched: Run) -> list[dict[str, Any]]:
 
 
 def _first_step() -> None:
-    """Load what PyTorch loads at the first step of an optimizer, which is seconds of imports; let it warn once."""
+    """Run one optimizer step before the program: PyTorch's lazy imports take seconds, and some warnings come once."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         float(nn.Parameter(torch.ones(())))
@@ -172,7 +172,7 @@ def _first_step() -> None:
 
 
 def _last_lines(text: str) -> str:
-    """Each line as a terminal shows it: after the last carriage return."""
+    """Removes from each line what a terminal overwrites: all before its last carriage return."""
     return "\n".join(line.rsplit("\r", 1)[-1] for line in text.splitlines() if line.strip())
 
 
@@ -181,7 +181,7 @@ def _digest(data: bytes) -> str:
 
 
 def _leaves(value: Any, name: str, depth: int = 0) -> Iterator[tuple[str, str]]:
-    """The digests of all tensors, arrays and numbers in a value, by the way to them."""
+    """Yields (path, digest) of all tensors, arrays and numbers in a nested value."""
     if isinstance(value, Tensor):
         value = value.detach()
         plain = value.to_dense() if value.is_sparse else value
@@ -215,7 +215,7 @@ def _leaves(value: Any, name: str, depth: int = 0) -> Iterator[tuple[str, str]]:
 
 
 class _NoTrainwright(pickle.Unpickler):
-    """Loads what loads where Trainwright is not installed."""
+    """Refuses a pickle that could not be loaded without Trainwright."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module.split(".")[0] == "trainwright":
@@ -229,12 +229,12 @@ _PICKLE.load = lambda file, **more: _NoTrainwright(file, **more).load()  # type:
 
 
 def _copied(model: nn.Module) -> str:
-    """The digest of what a pickle and a deep copy of the model hold, or why there is none."""
+    """One digest of a pickled and of a deep-copied model's contents, or of the error's name if that failed."""
     found = []
     for name, make in (("pickle", pickle.dumps), ("deepcopy", copy.deepcopy)):
         try:
             made = make(model)
-        except Exception as error:  # a class in a function cannot be pickled, a tensor with a graph cannot be copied
+        except Exception as error:  # local classes cannot be pickled, tensors with a graph cannot be copied
             found.append(type(error).__name__)
         else:
             loaded = _NoTrainwright(io.BytesIO(made)).load() if name == "pickle" else made
@@ -243,7 +243,7 @@ def _copied(model: nn.Module) -> str:
 
 
 def _files(folder: Path) -> dict[str, str]:
-    """Digests of all files: by content for saved tensors and TensorBoard, else of their bytes, times left out."""
+    """Digests of all files: of the values in checkpoints and TensorBoard logs, else of the text without times."""
     found: dict[str, str] = {}
     for path in sorted(each for each in folder.rglob("*") if each.is_file()):
         name = f"file/{path.relative_to(folder).as_posix()}"
@@ -263,7 +263,7 @@ def _files(folder: Path) -> dict[str, str]:
 def _saved(path: Path) -> Iterator[tuple[str, str]]:
     try:
         value, weights_only = torch.load(path, weights_only=True, map_location="cpu"), True
-    except Exception:  # of several kinds; what the file holds is compared all the same
+    except Exception:  # torch.load raises several types
         try:
             value, weights_only = torch.load(path, weights_only=False, pickle_module=_PICKLE, map_location="cpu"), False
         except Exception as error:

@@ -1,4 +1,4 @@
-"""Small data sets for the public programs: handwritten digits and a text, the same in every run."""
+"""Data sets and helpers of the public programs: handwritten digits and a text, the same in every run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ENDINGS = "in the morning|without a word|for many years|by the sea|at last|in va
 
 
 def sentences(count: int) -> list[str]:
-    """Sentences of a small grammar, in lower case, without a stop at the end."""
+    """Random sentences of a small grammar, in lower case, without a full stop."""
     rng = random.Random(0)
     parts = [each.split("|") for each in (SUBJECTS, VERBS, OBJECTS, ENDINGS)]
     return [" ".join(rng.choice(part) for part in parts) for _ in range(count)]
@@ -40,7 +40,7 @@ def text(count: int = 1500) -> str:
 
 
 def save_image(images: Tensor, path: str | Path, nrow: int = 8, normalize: bool = False) -> None:
-    """Write images (n, 1, h, w) in [0, 1] as one PNG with ``nrow`` of them in a row."""
+    """Write images (n, 1, h, w) in [0, 1] as one PNG, ``nrow`` per row; a last row that is not full is left out."""
     images = images.detach().cpu().float()
     if normalize:
         images = (images - images.min()) / (images.max() - images.min()).clamp_min(1e-5)
@@ -55,7 +55,7 @@ def save_image(images: Tensor, path: str | Path, nrow: int = 8, normalize: bool 
 
 
 def sliced_wasserstein(a: Tensor, b: Tensor) -> float:
-    """Mean distance of the sorted projections of two samples of one size on 64 fixed directions."""
+    """Sliced Wasserstein distance of two samples of equal size, on 64 fixed directions."""
     a, b = a.detach().flatten(1).double(), b.detach().flatten(1).double()
     directions = torch.randn(a.shape[1], 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     directions = directions / directions.norm(dim=0)

@@ -161,7 +161,7 @@ class GaussianDiffusion(nn.Module):
 
 
 class EMA(nn.Module):
-    """Copies the online model for some updates, then averages it in every ``update_every``-th."""
+    """Acts in every ``update_every``-th update: copies the model up to ``update_after_step``, then averages it."""
 
     def __init__(self, model, beta=0.995, update_after_step=20, update_every=5):
         super().__init__()

@@ -14,7 +14,7 @@ from zoo.public import Result
 
 
 class SyntheticClicks(Dataset):
-    """Four dense numbers, three lists of category ids, and a click that depends on each and on pairs of them."""
+    """Four dense features, three lists of category ids, and a click (0 or 1)."""
 
     def __init__(self, n, ln_emb, seed):
         truth = np.random.RandomState(123)

@@ -53,7 +53,7 @@ class GCN(torch.nn.Module):
 
 
 def planted_citations(num_nodes=1400, num_classes=6, num_words=300):
-    """Papers of one class cite each other more often and share words; 20 of each class are for training."""
+    """A graph: papers of one class share words and cite each other more often; 20 per class are for training."""
     g = torch.Generator().manual_seed(0)
     y = torch.randint(num_classes, (num_nodes,), generator=g)
     topic = torch.rand(num_classes, num_words, generator=g) * 0.02

@@ -8,7 +8,7 @@ from zoo.public import Result
 
 
 class Data:
-    """One graph, or several as one with a vector that says which node is of which."""
+    """One graph, or a batch of graphs; ``batch`` then has the graph's index of each node."""
 
     def __init__(self, x, edge_index, y, batch=None, num_graphs=1):
         self.x, self.edge_index, self.y, self.batch, self.num_graphs = x, edge_index, y, batch, num_graphs
@@ -31,7 +31,7 @@ class Data:
 
 
 def random_graph(label, g):
-    """Nodes of 4 kinds: of label 1 some have bonds to many (hubs), of label 0 bonds are spread evenly."""
+    """Label 1: most edges lead to the first 3 nodes. Label 0: a chain-like graph. Nodes are of 4 random kinds."""
     n = int(torch.randint(10, 20, (1,), generator=g))
     edges = []
     for node in range(1, n):

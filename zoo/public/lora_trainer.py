@@ -42,7 +42,7 @@ def compute_metrics(eval_pred):
 
 
 class TimeLimit(TrainerCallback):
-    """Ends the job after some epochs, as a queue of a cluster does."""
+    """Stops the training after ``epochs`` epochs, like the time limit of a cluster's queue."""
 
     def __init__(self, epochs):
         self.epochs = epochs

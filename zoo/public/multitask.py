@@ -1,4 +1,4 @@
-"""After yaringal/multi-task-learning-example: two regressions whose weights in the loss, log variances, are learned."""
+"""After yaringal/multi-task-learning-example: two regressions, weighted in the loss by learned log variances."""
 
 import math
 
@@ -10,7 +10,7 @@ from zoo.public import Result
 
 
 def gen_data(N):
-    """Two outputs of one input, with noise of 1 and of 10."""
+    """Two linear targets of one input, with noise of standard deviation 1 and 10."""
     X = np.random.randn(N, 1)
     Y1 = 2.0 * X + 8.0 + 1e0 * np.random.randn(N, 1)
     Y2 = 3.0 * X + 3.0 + 1e1 * np.random.randn(N, 1)

@@ -40,7 +40,7 @@ class Watch(Protocol):
 
 @dataclass(frozen=True)
 class Place:
-    """A place that a finding may name. Every field that is not None must match, as a regular expression.
+    """A correct location. Each field is a regular expression that the finding's field must match, or None: any value.
 
     Attributes:
         module: Name of a module or parameter.
@@ -61,10 +61,10 @@ class Outcome:
 
     Attributes:
         losses: Training losses in order. The losses of a repaired twin must be finite and must fall.
-        symptom: True if the fault shows its symptom, or if a healthy program is unusual as described and trains.
-        numbers: The numbers behind ``symptom``.
-        learned: Replaces the test that the losses fall, for programs whose losses do not.
-        shows: The optimizer step at which the symptom could first be seen. Replaces the declared step.
+        symptom: The fault shows its symptom; in a healthy program: it trains, and is unusual as its title says.
+        numbers: The measured values from which ``symptom`` was computed.
+        learned: Whether the program learned, if its losses need not fall. None: learned if they fall.
+        shows: The optimizer step at which the symptom could first be seen in this run. None: ``Case.shows``.
     """
 
     losses: Sequence[float]
@@ -81,7 +81,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Case:
-    """A program and its declaration. Steps count completed optimizer steps, in all watched parts together.
+    """A program and its expected diagnosis. Steps are completed optimizer steps, summed over all watches of a program.
 
     Attributes:
         id: Unique name in lower case.
@@ -90,10 +90,10 @@ class Case:
         stage: The stage of training at fault; None for a healthy program.
         program: ``program(watch, seed, faulty)`` of a fault, ``program(watch, seed)`` of a healthy program.
         diagnosis: Patterns for a correct diagnosis, see `zoo.reports.judge.is_named`.
-        where: Places that are correct, any of them. Empty if the fault has no place.
-        onset: Step at which the fault becomes active. An earlier alarm is false.
+        where: The correct locations; a finding has to name one of them. Empty if the fault has no location.
+        onset: Step at which the fault becomes active. An earlier alarm is a false one.
         shows: Step at which the symptom can first be seen.
-        ranks: Number of gloo processes that run the program, one process without a group if 1.
+        ranks: Number of processes, which form a gloo group. 1: no group.
     """
 
     id: str
@@ -193,7 +193,7 @@ def load(half: Half) -> tuple[Case, ...]:
     return tuple(case for case in cases if case.half == half)
 
 
-# Readers of symptoms.
+# Helpers to measure symptoms.
 
 
 def mean(values: Sequence[float]) -> float:
@@ -207,5 +207,5 @@ def fell(losses: Sequence[float], to: float = 0.97) -> bool:
 
 
 def matches(pattern: str | None, text: object) -> bool:
-    """True if there is no pattern, or if it is found in the text in any case."""
+    """Whether the pattern is None or found in the text, upper and lower case alike."""
     return pattern is None or re.search(pattern, "" if text is None else str(text), re.IGNORECASE) is not None

@@ -1,11 +1,11 @@
-"""Judges the alarms of one run, and adds rows up.
+"""Scores the alarms of one run, and adds up the scores of many.
 
-An alarm is a warning or a critical finding. Alarms are in the order in which the doctor ranks them.
+An alarm is a warning or a critical finding. Alarms are in the doctor's order, the most likely cause first.
 
 - A fault is *detected* if there is an alarm at or after its onset and none before.
-- It is *in time* if the first alarm comes within 50 steps of the step at which the symptom shows.
-- It is *named first* if the first alarm gives the right cause, *named* if one of the first three does.
-- It is *placed* if the first alarm with the right cause gives a right place.
+- It is *in time* if none comes before its onset, and one at most 50 steps after the symptom shows.
+- It is *named first* if the first alarm since the onset gives the right cause, *named* if one of the first three does.
+- It is *placed* if the first alarm with the right cause also gives a right location.
 """
 
 from __future__ import annotations
@@ -23,12 +23,16 @@ from zoo.reports.watches import Alarm
 
 IN_TIME_STEPS = 50
 STEP_TOLERANCE = 1
-"""A finding may count the step under way or not."""
+"""Steps to spare: a finding's step may include the unfinished one."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of one run under a watch. A healthy program or twin has only ``warnings`` and ``criticals``."""
+    """The score of one run under ``tw.watch``. Healthy programs and twins set only ``warnings`` and ``criticals``.
+
+    ``early``: codes of alarms before the onset. ``placed`` is None if the case has no location. ``first_step``: step of
+    the first alarm since the onset. ``due_step``: the last step at which it is in time, without the tolerance.
+    """
 
     warnings: tuple[str, ...]
     criticals: tuple[str, ...]
@@ -49,18 +53,17 @@ def _parts(pattern: str) -> tuple[tuple[bool, re.Pattern[str]], ...]:
 
 
 def is_named(diagnosis: Sequence[str], alarm: Alarm) -> bool:
-    """True if the code and cause of the alarm match one of the patterns.
+    """Whether the code and cause of the alarm, in lower case and without punctuation, match one of the patterns.
 
-    The text is in lower case, and punctuation is replaced by spaces. The parts of a pattern are joined by `` & ``.
-    Each is a regular expression that matches from the start of a word. All of them must be found; a part that begins
-    with ``!`` must not be found.
+    A pattern consists of parts, joined by `` & ``. Each is a regular expression that matches from the start of a word,
+    and has to be found; one that begins with ``!`` must not be found.
     """
     text = re.sub(r"[\W_]+", " ", f"{alarm.code} {alarm.cause}".lower()).strip()
     return any(all((part.search(text) is not None) is wanted for wanted, part in _parts(each)) for each in diagnosis)
 
 
 def is_at(place: Place, alarm: Alarm, file: Path) -> bool:
-    """True if the alarm gives this place; a line of another file is never right."""
+    """Whether the alarm names this place. ``file`` has the program; a line of another file never matches."""
     name, _, line = (alarm.source or "").rpartition(":")
     text = linecache.getline(str(file), int(line)) if line.isdecimal() and Path(name).name == file.name else ""
     return (
@@ -101,7 +104,7 @@ def judge(case: Case, outcome: Outcome, found: Sequence[Alarm], *, faulty: bool)
 
 @dataclass(frozen=True)
 class Row:
-    """One run of a case. ``error`` is set instead of the rest if it did not run."""
+    """One run of a case. ``error``: why it did not finish; then there is no outcome. NullWatch gives no verdict."""
 
     case: Case
     seed: int
@@ -114,7 +117,7 @@ class Row:
 
     @property
     def as_expected(self) -> bool:
-        """The symptom is in the faulty program and not in its repaired twin."""
+        """The run finished with the symptom, or as a repaired twin without it and having learned."""
         if self.outcome is None:
             return False
         return self.outcome.symptom if self.faulty or not self.case.is_fault else self.outcome.is_healthy
@@ -140,7 +143,7 @@ class Row:
 
 
 def totals(rows: Sequence[Row]) -> dict[str, Mapping[str, str]]:
-    """Counts of faults by stage and of all faults, and of false alarms in twins and in healthy programs."""
+    """A table of counts "hits/runs": faults by stage and all together; false alarms in twins and healthy programs."""
     table: dict[str, Mapping[str, str]] = {}
     faults = [row for row in rows if row.faulty and row.verdict]
     for stage in sorted({row.case.stage or "" for row in faults}):

@@ -1,4 +1,4 @@
-"""Runs one case in a process of its own, or in several that form a gloo group."""
+"""Runs one case in a new process, or in several that form a gloo group."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from zoo.reports.watches import Alarm, JudgedWatch, NullWatch, TrainwrightWatch,
 WatchName = Literal["null", "trainwright"]
 TIME_LIMIT_S = 180
 COLLECTIVE_TIME_LIMIT_S = 60
-FORK = multiprocessing.get_context("fork")  # torch is imported once
+FORK = multiprocessing.get_context("fork")  # so that only the parent has to import torch
 
 
 def warm_up() -> None:
-    """Import what PyTorch imports at the first use of an optimizer, before processes are forked."""
+    """Make PyTorch do the lazy imports of a first optimizer; called before processes are forked."""
     torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
 
 
 def run_here(case: Case, watch: JudgedWatch, seed: int, *, faulty: bool) -> tuple[Outcome, list[Alarm]]:
-    """Run a program in this process, without what it prints and warns about."""
+    """Run a program in this process; hides its prints and warnings."""
     torch.manual_seed(seed)
     with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
@@ -46,7 +46,7 @@ def run_here(case: Case, watch: JudgedWatch, seed: int, *, faulty: bool) -> tupl
 
 
 def run_apart(case: Case, watch: WatchName, seed: int, *, faulty: bool) -> Row:
-    """Run a program in ``case.ranks`` processes and judge what was found. The outcome is that of rank 0."""
+    """Run a program in ``case.ranks`` processes and score the findings of all ranks; the outcome is rank 0's."""
     start_s = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="reports-", ignore_cleanup_errors=True) as folder:
         processes: list[ForkProcess] = []
@@ -87,7 +87,7 @@ def _receive(result: Connection, deadline_s: float) -> tuple[Outcome, list[Alarm
 
 
 def _child(case: Case, watch: WatchName, seed: int, faulty: bool, rank: int, folder: Path, sender: Connection) -> None:
-    os.setsid()  # a program that hangs is ended together with its loader workers
+    os.setsid()  # a process group, so that ``killpg`` also ends the loader workers of a program that hangs
     log = os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, sys.stderr.fileno())
     torch.set_num_threads(1)

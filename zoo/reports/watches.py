@@ -1,4 +1,4 @@
-"""The watches that a case can run under. Everything that is assumed about `tw.watch` is in this file."""
+"""The watches that a case can run under. Only this file of zoo.reports imports `tw.watch`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zoo.reports.case import Watch
 
 @dataclass(frozen=True)
 class Alarm:
-    """A finding, as far as it is judged. ``source`` is ``file:line``."""
+    """The fields of a finding that are scored; of any severity. ``source`` is ``file:line``."""
 
     code: str
     severity: str
@@ -28,13 +28,13 @@ class Alarm:
 
 
 class JudgedWatch(Watch, Protocol):
-    """A watch that keeps what was found."""
+    """A watch that returns its findings."""
 
     def alarms(self) -> list[Alarm]: ...
 
 
 class NullWatch:
-    """Examines nothing. The training is what it is without a watch."""
+    """Does nothing."""
 
     def __call__(self, model: Any, optimizer: Any, **options: Any) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -45,7 +45,7 @@ class NullWatch:
 
 @dataclass
 class TrainwrightWatch:
-    """`tw.watch`, with a run folder for each watched part of the program."""
+    """`tw.watch`; each call in the program gets a run folder of its own in ``folder``."""
 
     folder: Path
 
@@ -58,7 +58,7 @@ class TrainwrightWatch:
         return part
 
     def alarms(self) -> list[Alarm]:
-        """Findings of all parts, ranked as `tw.watch` ranks them. Steps count from the start of the first part."""
+        """Findings of all watches, one watch after another. Steps count on from the start of the first watch."""
         found: list[Alarm] = []
         done = 0
         for part in self._parts:
@@ -83,7 +83,7 @@ def _read(finding: Any) -> Alarm:
 
 
 def merged(ranks: Sequence[Sequence[Alarm]]) -> list[Alarm]:
-    """The alarms of all ranks in their order, the first of each code."""
+    """The findings of rank 0, then of rank 1 and so on; of each code only the first."""
     first: dict[str, Alarm] = {}
     for alarms in ranks:
         for alarm in alarms:

@@ -1,4 +1,4 @@
-"""Faults of the architecture: sequences that are read at the wrong end, masked the wrong way, or numbered by row."""
+"""Faults of the architecture."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def key_mask_inverted(watch: Watch, seed: int, faulty: bool) -> Outcome:
 
 
 class Encoder(nn.Module):
-    """A one-layer transformer that names the class of a sequence."""
+    """A one-layer transformer that classifies sequences."""
 
     def __init__(self, symbols: int, classes: int, *, over_batch: bool, dim: int = 32, max_len: int = 64):
         super().__init__()

@@ -16,7 +16,7 @@ from zoo.reports.material import labelled_pictures, text_windows
 
 
 class CNN:
-    """A classifier of spectrograms that keeps its network and its optimizer, and is saved as a whole."""
+    """Holds a network that classifies spectrograms, and its optimizer. ``save`` pickles the whole network."""
 
     def __init__(self, classes: int):
         self.network: nn.Module = nn.Sequential(
@@ -114,7 +114,7 @@ def resume_replays_data(watch: Watch, seed: int, faulty: bool) -> Outcome:
     seen: list[set[int]] = []
 
     def attempt(stop_step: int) -> None:
-        """Train from the checkpoint until the machine is taken away."""
+        """Train from the checkpoint to ``stop_step``, where the job is interrupted."""
         start_step = checkpoint["step"]
         if start_step:
             model.load_state_dict(checkpoint["model"])

@@ -66,7 +66,7 @@ def sorted_classes(watch: Watch, seed: int, faulty: bool) -> Outcome:
 
 
 class Cifar(Dataset[Any]):
-    """Images in memory, normalized when they are read."""
+    """Images in memory, normalized on reading: in place, or a copy with ``copy``."""
 
     def __init__(self, inputs: np.ndarray, labels: np.ndarray, *, copy: bool):
         self._inputs, self._labels, self._copy = inputs, labels, copy
@@ -151,7 +151,7 @@ class Layer(nn.Module):
 
 
 class ForCausalLM(nn.Module):
-    """Shifts the labels itself, as the models of transformers do."""
+    """Shifts the labels itself, as the models of Hugging Face transformers do."""
 
     def __init__(self, vocab: int, width: int = 64, length: int = 64):
         super().__init__()
@@ -220,7 +220,7 @@ def labels_shifted_twice(watch: Watch, seed: int, faulty: bool) -> Outcome:
 
 
 class VisuomotorPolicy(nn.Module):
-    """Pictures (batch, view, height, width, channel) to the place to go to."""
+    """Images (batch, view, height, width, channel) to a target position (batch, 2)."""
 
     def __init__(self, *, reshape: bool):
         super().__init__()
@@ -277,7 +277,7 @@ def reshape_for_permute(watch: Watch, seed: int, faulty: bool) -> Outcome:
 
 
 class Shard(IterableDataset[Any]):
-    """Reads a file that was shuffled when it was written, from its start in each epoch."""
+    """Yields the samples in stored order, in every epoch the same."""
 
     def __init__(self, x: Tensor, y: Tensor):
         self.x, self.y = x, y
@@ -313,7 +313,7 @@ def preshuffled_file(watch: Watch, seed: int) -> Outcome:
 
 
 class SortaGradSampler(Sampler[list[int]]):
-    """Batches of utterances of about the same length: from short to long in the first epoch, then in random order."""
+    """Batches of utterances of similar length: from short to long in the first epoch, then in random order."""
 
     def __init__(self, lengths: Tensor, batch_size: int):
         self.bins = list(lengths.argsort().split(batch_size))

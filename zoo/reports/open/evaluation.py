@@ -15,7 +15,7 @@ from zoo.reports.material import labelled_pictures, labelled_rows
 
 
 class Tagger(nn.Module):
-    """A bidirectional GRU with dropout that gives each token a tag."""
+    """Classifies each token with a bidirectional GRU and dropout."""
 
     def __init__(self, words: int, tags: int):
         super().__init__()
@@ -91,7 +91,7 @@ def stays_in_eval(watch: Watch, seed: int, faulty: bool) -> Outcome:
 
 
 class Hourglass(nn.Module):
-    """Pictures to heat maps of one key point, at half the size and back."""
+    """Images (batch, 1, 16, 16) to heatmaps (batch, 16, 16) of one key point, through half the resolution."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Hourglass(nn.Module):
 
 
 def key_points(count: int, brightness: float) -> tuple[Tensor, Tensor]:
-    """Dark pictures with one bright blob, and the heat maps of its center."""
+    """Images (count, 1, 16, 16) with one bright blob on noise, and heatmaps (count, 16, 16) of its center."""
     y, x = torch.meshgrid(torch.arange(16.0), torch.arange(16.0), indexing="ij")
     center = 2 + 11 * torch.rand(count, 2, 1, 1)
     distance = (y - center[:, 0]) ** 2 + (x - center[:, 1]) ** 2

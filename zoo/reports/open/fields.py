@@ -78,7 +78,10 @@ def contrastive_positives_misplaced(watch: Watch, seed: int, faulty: bool) -> Ou
 
 
 class AcousticModel(nn.Module):
-    """Convolution, recurrent layer and frame-wise phoneme scores."""
+    """Mel spectrograms (batch, bands, frames) to phoneme scores (frames / 2, batch, phonemes).
+
+    The scores are log-probabilities if ``normalized``, else logits.
+    """
 
     def __init__(self, bands: int, phonemes: int, *, normalized: bool):
         super().__init__()
@@ -94,7 +97,7 @@ class AcousticModel(nn.Module):
 
 
 def spoken(count: int, phonemes: int, length: int = 4) -> tuple[Tensor, Tensor]:
-    """Spectra of ``length`` phonemes of random durations, and the phonemes."""
+    """Spectrograms (count, 12, 32) of ``length`` phonemes of random durations, and the phonemes (count, length)."""
     words = torch.randint(1, phonemes, (count, length))
     spectra = torch.randn(phonemes, 12)
     ends = torch.randint(5, 8, (count, length)).cumsum(1)
@@ -190,7 +193,7 @@ def generator_step_detached(watch: Watch, seed: int, faulty: bool) -> Outcome:
 
 
 class Corridor:
-    """Walk right along eight cells: reward 1 and a new episode at the end, a new episode after 20 steps."""
+    """Eight cells in a row; action 1 goes right, others left. Reaching the last cell gives reward 1 and ``done``."""
 
     def reset(self) -> Tensor:
         self.cell, self.steps = random.randrange(3), 0

@@ -13,7 +13,7 @@ from zoo.reports.case import Outcome, Watch, fell, healthy, mean
 
 
 class BinarizeLinear(nn.Linear):
-    """A linear layer that computes with the signs of its weights and inputs."""
+    """A linear layer on the signs of its weights and inputs, with straight-through gradients."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         signs = input + (input.sign() - input).detach()

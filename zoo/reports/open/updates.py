@@ -1,4 +1,4 @@
-"""Faults between the loss and the new weights: precision, gradients, clipping, freezing, schedules."""
+"""Faults of precision, gradients, clipping, freezing and learning-rate schedules."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zoo.reports.case import Outcome, Place, Watch, fault, fell, mean
 
 
 def noisy_rows(count: int, features: int, classes: int, noise: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Rows and the largest of some random linear functions of them."""
+    """Normal features (count, features) and their classes (count,) by a noisy linear teacher."""
     x = torch.randn(count, features)
     y = (x @ torch.randn(features, classes) + noise * torch.randn(count, classes)).argmax(1)
     return x, y
@@ -58,7 +58,7 @@ def adam_epsilon_underflows(watch: Watch, seed: int, faulty: bool) -> Outcome:
 
 
 class LoraLinear(nn.Module):
-    """A frozen linear layer with a trained low-rank update."""
+    """LoRA of a frozen linear layer."""
 
     def __init__(self, base: nn.Linear, rank: int = 4):
         super().__init__()
