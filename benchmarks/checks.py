@@ -65,7 +65,6 @@ class Run:
 
 
 def main() -> None:
-    """Prints the table."""
     options = _arguments()
     if options.read:
         runs = [_run_of(json.loads(line)) for path in options.read for line in path.read_text().splitlines()]

@@ -106,7 +106,6 @@ class Node:
 
 
 def network_of(process: int | str) -> Path:
-    """Returns the network namespace of a process."""
     return Path(f"/proc/{process}/ns/net").readlink()
 
 

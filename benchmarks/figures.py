@@ -105,5 +105,4 @@ def seconds_of(act: Callable[[], object]) -> float:
 
 
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    """Returns the ratio ``ours / theirs`` of each round."""
     return [mine / other for mine, other in zip(ours, theirs, strict=True)]

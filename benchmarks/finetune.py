@@ -104,7 +104,6 @@ def child(variant: str) -> None:
 
 
 def by_hand(samples: Samples, turns: Turns) -> None:
-    """Trains in a plain PyTorch loop."""
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0, fused=True)
     loader: Any = torch.utils.data.DataLoader(samples, BATCH, collate_fn=TokenRows())  # type: ignore[arg-type]

@@ -102,7 +102,6 @@ class Gpt:
         return self.micro * self.accumulation * self.shape["block_size"]
 
     def batches(self) -> Iterator[object]:
-        """Yields the same batch forever."""
         import numpy as np
 
         from trainwright.checkpoint.cursor import MicroBatch, StepBatch
@@ -307,14 +306,12 @@ def mfu(device: torch.device) -> None:
 
 
 def flops_of(gpt: Gpt) -> float:
-    """Returns the FLOPs per token."""
     shape = {name: gpt.shape[name] for name in ("layers", "d_model", "block_size")}
     positions = shape["block_size"] * shape["d_model"]
     return flops_per_token(sum(p.numel() for p in gpt.model.parameters()) - positions, **shape)
 
 
 def forget(gpt: Gpt) -> None:
-    """Frees the memory of a model."""
     gpt.state = gpt.model = gpt.optimizer = gpt.advance = None  # type: ignore[assignment]
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

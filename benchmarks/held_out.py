@@ -82,8 +82,6 @@ def _separable() -> nn.Module:
 
 
 class UNet(nn.Module):
-    """A U-Net with two levels and a class for each pixel."""
-
     def __init__(self, width: int) -> None:
         super().__init__()
         block = partial(_stack, nn.Conv2d, _groups(4), kernel_size=3, padding=1)

@@ -114,7 +114,6 @@ def calls_of(done: profile) -> int:
 
 
 def by_hand(tensors: int, clock: Clock, *, watched: bool = False) -> None:
-    """Trains in a plain PyTorch loop."""
     model, (x, y) = make_model(tensors), make_data()
     optimizer = torch.optim.AdamW(model.parameters(), LR, fused=True)
     watch = tw.watch(model, optimizer, out=None, quiet=True) if watched else nullcontext()
@@ -129,7 +128,6 @@ def by_hand(tensors: int, clock: Clock, *, watched: bool = False) -> None:
 
 
 def by_fit(tensors: int, clock: Clock, **settings: object) -> None:
-    """Trains with ``tw.fit``."""
     tw.fit(
         make_model(tensors),
         make_data(),

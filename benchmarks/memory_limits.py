@@ -54,7 +54,6 @@ def mlp() -> Case:
 
 
 def conv() -> Case:
-    """Convolutions with BatchNorm."""
     layers: list[nn.Module] = []
     for inputs, outputs in ((3, 32), (32, 32), (32, 64)):
         layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU()]

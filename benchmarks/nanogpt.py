@@ -22,8 +22,6 @@ INIT_STD = 0.02
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
-
     def __init__(self) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(WIDTH, bias=False)

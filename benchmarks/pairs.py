@@ -32,7 +32,6 @@ def run_pair(module: str, ask: Mapping[str, Any], folder: Path, *, limit_s: floa
 
 
 def free_port() -> int:
-    """Returns a port that is free now."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]

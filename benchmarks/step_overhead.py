@@ -104,7 +104,6 @@ class Rounds:
             self.values.setdefault(variant, {}).setdefault(name, []).append(value)
 
     def show(self) -> None:
-        """Prints the figures."""
         plain = self.values["plain"]
         self._figure("plain_step", [1e6 * s for s in plain["step_s"]], "us", "absolute")
         self._figure("plain_first_64", plain["first_share"], "share", "the whole run")

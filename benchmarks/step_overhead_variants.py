@@ -106,7 +106,6 @@ def adamw(model: nn.Module, implementation: dict[str, bool]) -> Optimizer:
 
 
 def plain(task: Task, clock: Clock, implementation: dict[str, bool] | None = None) -> None:
-    """The plain PyTorch loop."""
     model = task.make_model().to(task.device)
     optimizer = adamw(model, implementation or {})
     scheduler = LambdaLR(optimizer, factor(task.steps))

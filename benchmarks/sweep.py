@@ -51,7 +51,6 @@ def prepare(folder: Path, *, steps: int = 40) -> Path:
 
 
 def command(recipe: Path, name: str, trials: int, *options: str) -> list[str]:
-    """Returns the command line of a sweep of ``recipe``."""
     over = [word for each in OVER for word in ("--over", each)]
     where = ["--name", name, "--folder", str(recipe.parent)]
     return [sys.executable, "-m", "trainwright", "sweep", str(recipe), *over, "--trials", str(trials), *where, *options]
@@ -126,7 +125,6 @@ def run_speed(trials: int, pairs: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Prints the lines."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("kills", "speed"))
     parser.add_argument("--trials", type=int, default=0)

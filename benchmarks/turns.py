@@ -42,6 +42,5 @@ class Child:
         return self.answer()
 
     def close(self) -> None:
-        """Ends the process."""
         self._process.kill()
         self._process.communicate()

@@ -43,7 +43,6 @@ def keep(lines: Iterable[str]) -> Iterator[Path]:
 
 
 def page(paths: Sequence[Path]) -> str:
-    """Returns the text of the page."""
     read = {path.stem: json.loads(path.read_text())["runs"] for path in paths}
     return HEAD + "".join(f"\n## {bench}\n{''.join(map(_run, runs))}" for bench, runs in read.items())
 

@@ -46,7 +46,6 @@ def first_sentence(path: str) -> str:
 
 
 def text() -> str:
-    """Return the content of docs/llms.txt."""
     site = yaml.load((ROOT / "mkdocs.yml").read_text("utf-8"), SiteLoader)
     lines = [f"# {site['site_name']}", "", f"> {site['site_description']}"]
     lines += ["", "For coding agents: `trainwright mcp` serves runs; `trainwright agent install` writes a skill."]

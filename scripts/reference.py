@@ -91,7 +91,6 @@ def _words(schema: Schema) -> str:
 
 
 def keys() -> str:
-    """Returns the table of all keys."""
     schema = recipe.json_schema()
     lines = ["| key | value | default | what it is |", "|---|---|---|---|"]
     lines += [f"| `{path}` | {kind} | {default} | {words} |" for path, kind, default, words in _all(schema)]

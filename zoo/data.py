@@ -59,8 +59,6 @@ def bytes_as_they_are(watch: Watch, seed: int) -> None:
 
 
 class Normalised(Rows):
-    """Normalises uint8 pixels to -1..1."""
-
     def __getitem__(self, index: int) -> tuple[int, Tensor, Tensor]:
         return index, (self.x[index] / 255 - 0.5) / 0.5, self.y[index]
 
@@ -85,7 +83,6 @@ def normalised_twice(watch: Watch, seed: int) -> None:
 
 @fault("D06", "data.unshuffled", delay="S")
 def sorted_by_class(watch: Watch, seed: int) -> None:
-    """The samples are sorted by class, and not shuffled."""
     torch.manual_seed(seed)
     x, y = table(seed)
     order = y.argsort()
@@ -170,7 +167,6 @@ def trained_on_the_validation_set(watch: Watch, seed: int) -> None:
 
 @fault("D11", "data.label_feature_misaligned", delay="B", fixable=False)
 def shuffled_without_labels(watch: Watch, seed: int) -> None:
-    """The features were shuffled, the labels were not."""
     torch.manual_seed(seed)
     x, y = table(seed)
     x = x[torch.randperm(len(x))]
@@ -200,8 +196,6 @@ class MeanOfTokens(nn.Module):
 
 
 class BagOfWords(nn.Module):
-    """Classifies a text by the mean of its embeddings."""
-
     def __init__(self, vocab: int = 33, d: int = 16, classes: int = 4) -> None:
         super().__init__()
         self.embedding, self.pool, self.head = nn.Embedding(vocab, d), MeanOfTokens(), nn.Linear(d, classes)

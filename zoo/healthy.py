@@ -314,8 +314,6 @@ def forward_forward(watch: Watch, seed: int) -> None:
 
 
 class TwoTasks(nn.Module):
-    """One body with a head for each task."""
-
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU())

@@ -52,8 +52,6 @@ def fault(name: str, *labels: str, delay: str, active: int = 1, fixable: bool = 
 
 
 def healthy(name: str) -> Callable[[Fixture], Fixture]:
-    """Registers a healthy run."""
-
     def register(run: Fixture) -> Fixture:
         assert name not in ENTRIES, name
         ENTRIES[name] = Entry(name, (), run)
@@ -170,8 +168,6 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block."""
-
     def __init__(self, d: int, heads: int, *, dropout: float = 0.0, **attention: Any) -> None:
         super().__init__()
         self.norm1, self.attention = nn.LayerNorm(d), Attention(d, heads, **attention)

@@ -101,7 +101,6 @@ def column_minus_row(watch: Watch, seed: int) -> None:
 
 @fault("L07", "loss.wrong_sign", delay="D")
 def uphill(watch: Watch, seed: int) -> None:
-    """The loss is maximised."""
     model, optimizer, batches = host(seed, torch.optim.AdamW, lr=1e-3)
     with watch(model, optimizer, loader=batches):
         for _ in range(4):

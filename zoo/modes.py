@@ -10,7 +10,6 @@ from zoo.host import Watch, fault, loader, table
 
 
 def normed(features: int = 20, classes: int = 10, width: int = 64) -> nn.Sequential:
-    """An MLP with BatchNorm and dropout."""
     return nn.Sequential(
         nn.Linear(features, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.3),
         nn.Linear(width, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.3),

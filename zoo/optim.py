@@ -125,7 +125,6 @@ def zero_lr_group(watch: Watch, seed: int) -> None:
 
 
 def players(pixels: int) -> tuple[nn.Module, nn.Module]:
-    """A generator of flattened images and their critic."""
     generator = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, pixels))
     critic = nn.Sequential(nn.Linear(pixels, 64), nn.LeakyReLU(0.2), nn.Linear(64, 1))
     return generator, critic

@@ -27,8 +27,6 @@ class GatedFeedForward(nn.Module):
 
 
 class ResidualNet(nn.Module):
-    """A stack of residual blocks between two linear maps."""
-
     def __init__(self, d: int = 64, blocks: int = 3) -> None:
         super().__init__()
         self.stem, self.blocks = nn.Linear(20, d), nn.ModuleList([GatedFeedForward(d) for _ in range(blocks)])

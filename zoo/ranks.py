@@ -298,7 +298,6 @@ def the_first_rank_saves(watch: Watch, seed: int, rank: int) -> None:
 
 @healthy_ranks("HX7")
 def sharded(watch: Watch, seed: int, rank: int) -> None:
-    """FSDP."""
     torch.manual_seed(seed)
     model = net(0.1)
     fully_shard(model, mesh=distributed.init_device_mesh("cpu", (RANKS,)))  # type: ignore[attr-defined]
@@ -333,7 +332,6 @@ def state_of_the_optimizer_in_parts(watch: Watch, seed: int, rank: int) -> None:
 
 @healthy_ranks("HX10")
 def two_models_take_turns(watch: Watch, seed: int, rank: int) -> None:
-    """A small GAN."""
     torch.manual_seed(seed)
     G = DistributedDataParallel(nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 20)))
     D = DistributedDataParallel(nn.Sequential(nn.Linear(20, 32), nn.LeakyReLU(0.2), nn.Linear(32, 1)))

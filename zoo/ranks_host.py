@@ -54,8 +54,6 @@ RANK_ENTRIES: dict[str, RankEntry] = {}
 
 
 def rank_fault(name: str, *labels: str, guilty: int | None = None) -> Callable[[Program], Program]:
-    """Registers a fault."""
-
     def register(run: Program) -> Program:
         assert name not in RANK_ENTRIES, name
         RANK_ENTRIES[name] = RankEntry(name, labels, run, guilty)
@@ -70,7 +68,6 @@ def healthy_ranks(name: str) -> Callable[[Program], Program]:
 
 
 def net(dropout: float = 0.0, *, norm: bool = False) -> nn.Sequential:
-    """A small MLP for ``table``."""
     middle = nn.BatchNorm1d(32) if norm else nn.Identity()
     return nn.Sequential(nn.Linear(20, 32), middle, nn.ReLU(), nn.Dropout(dropout), nn.Linear(32, 10))
 

@@ -57,8 +57,6 @@ class Watch(Protocol):
 
 
 class NullWatch:
-    """Watches nothing."""
-
     def __call__(self, model: Any, optimizer: Any, **options: Any) -> AbstractContextManager[Any]:
         return nullcontext()
 

@@ -45,8 +45,6 @@ class QNetwork(nn.Module):
 
 
 class ReplayBuffer:
-    """A ring of transitions in NumPy arrays."""
-
     def __init__(self, size, obs_shape):
         self.parts = {
             "obs": np.zeros((size, *obs_shape), np.float32),

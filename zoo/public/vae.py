@@ -35,7 +35,6 @@ class VAE(nn.Module):
 
 
 def loss_function(recon, pictures, mu, logvar):
-    """The negative ELBO, summed over pixels and images."""
     bce = F.binary_cross_entropy(recon, pictures.flatten(1), reduction="sum")
     kld = 0.5 * (mu.square() + logvar.exp() - logvar - 1).sum()
     return bce + kld

@@ -34,8 +34,6 @@ class JudgedWatch(Watch, Protocol):
 
 
 class NullWatch:
-    """Does nothing."""
-
     def __call__(self, model: Any, optimizer: Any, **options: Any) -> AbstractContextManager[Any]:
         return nullcontext()
 

@@ -345,7 +345,6 @@ class LossCalls:
     # calls
 
     def returned(self, path: str, module: nn.Module, output: object) -> None:
-        """Records the output of a module."""
         if isinstance(output, Tensor) and isinstance(module, nn.Softmax | nn.Sigmoid):
             self._probabilities[output] = path, None
 

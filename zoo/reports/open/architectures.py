@@ -11,8 +11,6 @@ from zoo.reports.case import Outcome, Place, Watch, fault, mean
 
 
 class BiLSTM(nn.Module):
-    """A sentence classifier over word embeddings."""
-
     def __init__(self, words: int, classes: int, *, last_output: bool, hidden: int = 24):
         super().__init__()
         self.last_output = last_output
@@ -142,8 +140,6 @@ def key_mask_inverted(watch: Watch, seed: int, faulty: bool) -> Outcome:
 
 
 class Encoder(nn.Module):
-    """A one-layer transformer that classifies sequences."""
-
     def __init__(self, symbols: int, classes: int, *, over_batch: bool, dim: int = 32, max_len: int = 64):
         super().__init__()
         self.over_batch = over_batch

@@ -58,8 +58,6 @@ def adam_epsilon_underflows(watch: Watch, seed: int, faulty: bool) -> Outcome:
 
 
 class LoraLinear(nn.Module):
-    """LoRA of a frozen linear layer."""
-
     def __init__(self, base: nn.Linear, rank: int = 4):
         super().__init__()
         self.base = base.requires_grad_(False)
