@@ -141,7 +141,7 @@ class Coincidence:
 
     @property
     def is_no_chance(self) -> bool:
-        """Returns True if it was the same in half of the steps and at least two: one may be the last, short batch."""
+        """True if it was the same in half of the steps and at least two: an epoch may end in a short batch."""
         return self.same >= 2 and 2 * self.same >= self.compared
 
 
@@ -166,8 +166,8 @@ class PaceFacts:
 
     own_s: tuple[float, ...]  # For each rank, the median time of a step outside of communication, in seconds
     step_s: float  # Median time of a step, in seconds
-    behind: tuple[int, ...] = ()  # If a rank was slow in each of the last rows: that rank, and ranks slow by median
-    since: int = 0  # Step of the first of the last rows
+    behind: tuple[int, ...] = ()  # Ranks slow in each of the last rows; if any, also those slow by their median
+    since: int = 0  # Step of the first of these rows
 
 
 @dataclass(frozen=True, kw_only=True)

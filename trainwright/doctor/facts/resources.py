@@ -83,7 +83,7 @@ def rises(values: Sequence[float]) -> bool:
 
 
 def has_grown(counts: Sequence[int], least: int) -> bool:
-    """Returns True if the last readings rise by at least ``least`` in all, to more than ever before."""
+    """Returns True if the last readings rise by at least ``least`` in total, and the last is above all earlier ones."""
     last = counts[-MIN_RISING_READINGS:]
     was_there = max(counts[:-MIN_RISING_READINGS], default=0)
     return len(last) == MIN_RISING_READINGS and rises(last) and last[-1] > was_there and last[-1] - last[0] >= least

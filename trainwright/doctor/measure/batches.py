@@ -126,7 +126,7 @@ def _of_graphs(session: ReplaySession, nodes: Tensor) -> dict[str, Any]:
 def _contained(session: ReplaySession, x: Tensor, target: Tensor) -> list[LeakingColumn]:
     """Returns columns of the input that equal a column of the target on which its prediction depends.
 
-    The target has at most a quarter of the values of the input: it is not the input itself, as in an autoencoder.
+    Targets with more than a quarter as many values as the input are left out, such as the input itself (autoencoder).
     """
     if not (
         x.is_floating_point() and target.is_floating_point() and x.dim() > 1 < target.dim() and len(target) == len(x)
@@ -228,7 +228,7 @@ def leaks(x: Tensor, y: Tensor) -> list[LeakingColumn]:
     within = (columns - means[classes]).square().mean(0)
     total = columns.var(0, correction=0)
     fraction = torch.where(total > 0, within / total.clamp(min=1e-300), torch.ones_like(total))
-    gaps = means[counts >= 3].sort(0).values.diff(dim=0).amin(0)  # class means must differ by more than the values vary
+    gaps = means[counts >= 3].sort(0).values.diff(dim=0).amin(0)  # must exceed the spread within classes
     fraction[gaps <= 4 * within.sqrt() + 1e-9 * means[counts >= 3].abs().amax(0)] = 1.0
     return [LeakingColumn(column=i, within=float(fraction[i]), samples=len(columns)) for i in _smallest(fraction, 1e-4)]
 

@@ -109,7 +109,7 @@ class _LeftGradients:
         self._turn.add(number)
 
     def updates(self) -> tuple[int, ...]:
-        """Returns for each optimizer the number of its updates with gradients of another one's turn."""
+        """Returns for each optimizer the number of its updates that used gradients left by another optimizer's turn."""
         return tuple(sum(float(each) > 0 for each in sizes) for sizes in self._used)
 
 
@@ -254,9 +254,9 @@ class Calls(Probe):
 
 
 def _unread(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, float]:
-    """Returns the numbers of a group that are named after the learning rate but are not in the optimizer's source.
+    """Returns entries of a group such as ``lr_scale``, which the source of the optimizer does not mention, by name.
 
-    The bounds of a schedule, such as ``max_lr``, are left out.
+    Bounds of a schedule, such as ``max_lr``, are left out.
     """
     names = [name for name in group if name not in optimizer.defaults and not name.endswith(("lr", "params"))]
     named = [name for name in names if {"lr", "learning"} & set(name.split("_")) and type(group[name]) is float]

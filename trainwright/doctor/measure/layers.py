@@ -166,7 +166,6 @@ class LayerMeasurement(ModuleProbe):
         self._drop_pass()
 
     def _drop_pass(self) -> None:
-        """Drops the tensors of one pass."""
         self._gates: TensorNotes[None] = TensorNotes()  # results of softmax, which may be gates of a router
         # for outputs of linear maps: a function that returns the expected standard deviation of each unit
         self._expected: TensorNotes[Callable[[], Tensor | None]] = TensorNotes()

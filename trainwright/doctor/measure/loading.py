@@ -183,7 +183,7 @@ def _prefix_of(state: dict[str, Tensor], named: Mapping[str, Tensor]) -> str | N
 
 
 def _has_values_of(module: nn.Module, state: dict[str, Tensor]) -> bool:
-    """Returns True if a weight of the module is like the first matrix of the state, and was not trained to it."""
+    """Returns True if an untrained weight of the module is similar to the first matrix of the state: it was loaded."""
     matrix = next(each for each in state.values() if each.dim() > 1)
     alike = (p for p in module.parameters() if p.shape == matrix.shape and not was_trained(p))
     one, *others = (sampled(each, MAX_ELEMENTS_COMPARED).float().cpu() for each in (matrix, *alike))

@@ -112,7 +112,6 @@ class LoopSigns:
         self.forget()
 
     def forget(self) -> None:
-        """Drops all tensors."""
         self._noise.forget()
         self._differences: TensorNotes[None] = TensorNotes()  # differences of two different tensors
 

@@ -189,7 +189,7 @@ def _softmax_axis(x: Tensor) -> tuple[Node, int, bool] | None:
 
 _Mistake: TypeAlias = tuple[str, str, str | None]  # (kind, function, line)
 _CHOICE_KEY, _AXES_KEY = "trainwright_choice", "trainwright_axes"
-"""Metadata keys of autograd nodes: mistakes that a logarithm of the chosen values confirms, and mistakes of scores."""
+"""Metadata keys of autograd nodes: wrong axes that count once a logarithm follows, and softmax axes of scores."""
 
 
 def _notes(node: Node, key: str) -> set[_Mistake | None]:
@@ -305,7 +305,6 @@ class LossCalls:
         self.forget()
 
     def forget(self) -> None:
-        """Drops all tensors."""
         if self.loop_signs is not None:
             self.loop_signs.forget()
         self._with_new_dimension: TensorNotes[None] = TensorNotes()
@@ -349,7 +348,6 @@ class LossCalls:
             self._probabilities[output] = path, None
 
     def on_function(self, name: str, args: Args, kwargs: Kwargs, result: object, function: Any = None) -> None:
-        """Records a call of a torch function."""
         self.drawn |= name in RANDOM_FUNCTIONS
         if self.loop_signs is not None:
             self.loop_signs.on_function(name, args, kwargs, result)
@@ -472,7 +470,7 @@ class LossCalls:
             others = [each for each in pair if each is not x]
             is_choice = len(others) == 1 and others[0].shape == x.shape and not others[0].requires_grad
             is_choice = is_choice and is_simplex(others[0], -1) and not is_simplex(others[0], 0)
-            is_choice = is_choice and bool(((others[0] != 0).sum(0) > 1).any())  # else it averages samples of a class
+            is_choice = is_choice and bool(((others[0] != 0).sum(0) > 1).any())  # else a mean over samples of a class
             is_choice = is_choice and (is_log or name not in ("mul", "rmul"))
         else:
             is_choice = True
@@ -484,7 +482,7 @@ class LossCalls:
             return
         if dim == classes:
             self._note_axis(scores, None)
-        elif not _is_softmax(scores):  # else rows and columns are normalized in turn (Sinkhorn)
+        elif not _is_softmax(scores):  # else Sinkhorn: rows and columns are normalized in turn
             made = (line for each, line in self._softmaxes.tensors() if each.grad_fn is node)
             mistake = "wrong_axis", name, next(made, None) or self._line()
             if is_log or name not in ("gather", "__getitem__"):

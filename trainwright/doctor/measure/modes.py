@@ -152,7 +152,7 @@ def drop_rate(name: str, args: Args, kwargs: Kwargs) -> float:
         return 0.0
     rates = argument(args, kwargs, 1, "p", 0.5 if name == "bernoulli_" else argument(args, kwargs, 0, "input", 0.5))
     is_mask = not isinstance(rates, Tensor) or bool((rates == rates.flatten()[:1]).all())
-    return 0.5 if is_mask else 0.0  # unequal rates are computed: the function samples a latent variable
+    return 0.5 if is_mask else 0.0  # with unequal rates, it samples a latent variable
 
 
 @replay(DropsFacts, when="first", steps=0.5, value=2.0)

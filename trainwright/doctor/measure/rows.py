@@ -73,7 +73,7 @@ def is_continuous(tensors: Sequence[Tensor]) -> bool:
 
 MIN_WINDOW = 12  # Values of the shortest window
 MIN_VALUES, MIN_FRACTIONAL = 8, 6
-"""Minimum values in a part of a window, and minimum number of these that are fractional and unlike their neighbour."""
+"""Minimum number of values in a part of a window, and of fractional values that differ from the previous one."""
 MAX_PARTS_PER_CALL = 128
 PARTS_EVERY = 4  # Interval in steps
 

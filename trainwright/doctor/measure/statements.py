@@ -21,9 +21,9 @@ from trainwright.recorder.program import RecordedStep
 
 _OF_CONTAINERS = {*dir(set), *dir(list), *dir(dict), *dir(str), *dir(bytearray)}
 _AMBIGUOUS = {"log", "put", "scatter", "rename", "apply", "resize", "set", "sub", "map", "bernoulli", "detach"}
-"""Names of tensor methods that are also methods with an effect of other objects."""
+"""Names of tensor methods without an effect that have an effect in other classes."""
 PURE = {n for n in dir(Tensor) if f"{n}_" in dir(Tensor) and not n.startswith("_")} - _OF_CONTAINERS - _AMBIGUOUS
-"""Methods of tensors that return a new tensor: another method, with an underscore, changes the tensor itself."""
+"""Methods that return a new tensor, because a method of this name plus an underscore changes the tensor in place."""
 _WITHOUT_EFFECT = PURE | {"flip", "fliplr", "flipud", "rot90", "roll", "pad", "concatenate", "stack", "where", "copy"}
 _WITHOUT_EFFECT |= {"astype", "ascontiguousarray", "reshape", "mean", "std", "min", "max", "size", "clone", "permute"}
 _WITHOUT_EFFECT |= {"array", "random", "uniform", "randint", "rand", "randn", "normal", "choice", "beta", "integers"}

@@ -100,7 +100,7 @@ class MovingWeights(Probe):
         return found
 
     def _record_gradients(self) -> set[int]:
-        """Returns the tensors whose gradient is all zeros. Records the tensors with another gradient."""
+        """Returns the tensors whose gradient is all zeros. Records the tensors with a nonzero one."""
         known = [n for n, p in enumerate(self._parameters) if p.grad is not None]
         grads = [own_part(grad.detach()) for n in known if (grad := self._parameters[n].grad) is not None]
         dense = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]

@@ -179,7 +179,7 @@ class _Wiring(StepInspector):
     def cuts(self, unreached: set[str]) -> list[GraphCut]:
         """Returns the cuts of the graph with unreached parameters behind them, nearest to the loss first.
 
-        ``aside``: the weights behind the cut, and those applied to values computed from it, are all unreached.
+        ``GraphCut.aside`` is True if also the weights that are applied to values computed from the cut are unreached.
         """
         cuts: list[GraphCut] = []
         for number, (how, path, line, sources) in reversed(list(enumerate(self._cuts))):

@@ -80,7 +80,6 @@ class Replica:
         return Meeting(folded_names(self.names), hashlib.sha256(shapes.encode()).hexdigest()[:16], begun)
 
     def first_row(self, rank: int) -> RankStep:
-        """Returns the row of the initial state."""
         return RankStep(rank=rank, step=0, weights=() if self.is_split else folded(self._weights()()))
 
     def gradients(self, optimizer: Optimizer) -> Checksums:
@@ -160,7 +159,6 @@ class Replica:
         return found
 
     def completed(self, row: RankStep, sums: RowSums) -> RankStep:
-        """Returns the row with its checksums."""
         inputs = sums.inputs() if self.has_own_data else []
         return replace(
             row,
