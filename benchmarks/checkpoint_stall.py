@@ -186,7 +186,7 @@ def make_state(quick: bool, device: str) -> TrainState:
 
 
 class PeakMemory:
-    """Context in which a thread samples the memory of this process and its children. ``extra``: peak minus begin."""
+    """Context: a thread samples the memory of this process and its children. ``extra``: peak minus the start."""
 
     def __enter__(self) -> PeakMemory:
         self._process, self._over = psutil.Process(), threading.Event()

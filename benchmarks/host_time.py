@@ -46,7 +46,7 @@ from benchmarks.turns import Child, TurnsOver, wait_for_turn
 
 WIDTH, ROWS, LR = 4, 8, 1e-3
 FIRST, TURN, SETTLING, PROFILED = 128, 16, 3, 9
-"""Steps before the first turn, steps of a turn, uncounted steps at the begin of a turn, and steps that are profiled."""
+"""Steps before the first turn, steps of a turn, uncounted steps at the start of a turn, and profiled steps."""
 
 
 def make_model(tensors: int) -> nn.Sequential:

@@ -282,7 +282,7 @@ class LoopSigns:
                 self._shown.setdefault(("uniform_noise", each.name.strip("_"), None), []).append(shown)
 
     def _note_reductions(self, step: RecordedStep, terms: list[Term]) -> None:
-        """Records a reconstruction loss averaged over all elements, beside a term that is summed over features."""
+        """Records a reconstruction loss averaged over all elements and added to a term that is summed over features."""
         makers = {slot: each for each in step.program if isinstance(each, Operation) for slot in each.outputs}
         inputs = {each.data_ptr() for each in _inputs_of(step)}
         sums = [weight for term in terms if (weight := _weight_of_sum(term, makers, step)) is not None]

@@ -1,4 +1,4 @@
-"""Measures evaluated inputs beside those of training: moments of columns, codes of categories, and the scale."""
+"""Compares evaluated inputs with training inputs: moments of columns, codes of categories, and the scale."""
 
 from __future__ import annotations
 
