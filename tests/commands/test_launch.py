@@ -215,6 +215,13 @@ def test_the_header_of_a_slurm_job(project: Path) -> None:
     assert "gpus-per-node" not in launched("slurm", recipe, "--ranks", "4x8")  # device: cpu
 
 
+def test_what_user_code_prints_is_not_in_the_job_file(project: Path) -> None:
+    (project / "printing.py").write_text(f"print('reading samples')\n{MODULE}")
+    words = ["launch", "slurm", str(project / "recipe.yaml"), "--set", "data.train=printing:Slow"]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0 and done.stdout.startswith("#!/bin/bash\n") and "reading samples" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "code", "error"),
     [

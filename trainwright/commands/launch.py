@@ -11,6 +11,7 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -445,7 +446,9 @@ def _require_launchable(loaded: Loaded, shape: Shape, grace_s: int, *, elsewhere
 
     ``elsewhere``: the ranks run in a container, which may have modules and data that this machine does not have.
     """
-    if found := problems_of(loaded, ranks=shape.nodes * shape.each, elsewhere=elsewhere):
+    with redirect_stdout(sys.stderr):  # the job file may be printed, and user code may print as well
+        found = problems_of(loaded, ranks=shape.nodes * shape.each, elsewhere=elsewhere)
+    if found:
         raise RecipeError(found)
     require_grace(grace_s)
 
