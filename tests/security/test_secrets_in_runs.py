@@ -88,7 +88,9 @@ def test_a_failure_shows_no_secrets(shown: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_is_wrong_with_a_secret_is_said_without_it(shown: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for setting in ("model.hf_token=hunter2", "name.password=hunter2", "data.train.args.token={hunter2"):
+    settings = ["model.hf_token=hunter2", "name.password=hunter2", "data.train.args.token={hunter2"]
+    settings += ["alerts.webhook=https://chat.example.com/hooks/hunter2", "alerts.apprise=tgram://hunter2/1"]
+    for setting in settings:
         code, said = invoke(monkeypatch, "plan", "recipe.yaml", "--set", setting)
         assert code == 2 and "remedy" in said
     Path("recipe.yaml").write_text(f"{RECIPE}\ntoken: hunter2: x\n")

@@ -573,7 +573,8 @@ def _locate(problem: Problem, source: Source) -> Problem:
 
 
 def _without_secret(problem: Problem) -> Problem:
-    got = MASK if problem.got and is_secret(problem.path) else masked(problem.got)
+    is_hidden = is_secret(problem.path) or problem.path in ("alerts.webhook", "alerts.apprise")  # perhaps an address
+    got = MASK if problem.got and is_hidden else masked(problem.got)
     return replace(problem, got=got)
 
 
