@@ -8,9 +8,11 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+import typer
 from torch import nn
 
 import trainwright as tw
+from trainwright.recorder.callers import calling_frames
 from trainwright.runs.reader import read
 from trainwright.runs.records import Watched
 from trainwright.watching.watch import Watch
@@ -85,3 +87,15 @@ def test_an_op_that_raises(tmp_path: Path) -> None:
     raising = SCRIPT.replace(".softmax(1)", "").replace("randint(3,", "randint(3, 4,")
     raising = f"import contextlib\n{raising}".replace("with tw.watch", "with contextlib.suppress(IndexError), tw.watch")
     assert source_of(tmp_path, raising) == ("data.label_out_of_range", "train.py:15")
+
+
+def test_the_frames_of_a_command_line_are_not_the_users() -> None:
+    command, frames = typer.Typer(), []
+
+    @command.command()
+    def train() -> None:
+        frames.extend(calling_frames())
+
+    exec(compile("command([], standalone_mode=False)", "/home/me/.local/bin/trainwright", "exec"))
+    here = "test_the_frames_of_a_command_line_are_not_the_users"
+    assert [each.f_code.co_name for each in frames[:2]] == ["train", here]

@@ -85,7 +85,7 @@ def optimizers_of(run: RunContext, code: Path, began_s: float | None) -> list[di
 
 
 def optimizer_in_words(optimizer: Mapping[str, object]) -> str:
-    """Return the class, the variable and the lines of an optimizer as one line."""
+    """Return the class, the variable and the lines of an optimizer as one line; "" if none is known."""
     names = " ".join(str(optimizer[each]) for each in ("class", "variable") if optimizer.get(each))
     lines = [
         f"{word} {optimizer[key]}"
@@ -93,7 +93,7 @@ def optimizer_in_words(optimizer: Mapping[str, object]) -> str:
         if optimizer.get(key)
     ]
     parts = [*([names] if names else []), *lines, *([str(optimizer["note"])] if optimizer.get("note") else [])]
-    return f"optimizer {optimizer['optimizer']}: {', '.join(parts)}"
+    return f"optimizer {optimizer['optimizer']}: {', '.join(parts)}" if parts else ""
 
 
 def _groups(number: int, facts: list[CallsFacts], decays: list[float]) -> list[dict[str, object]]:
@@ -243,7 +243,7 @@ class RunTools:
             "verdict": report.verdict.sentence,
             "findings": [_finding_values(each) for each in findings],
             "calls": _calls(_calls_at(context, findings[0].step if findings else report.step)),
-            "optimizers": [optimizer_in_words(each) for each in self._optimizers(records)],
+            "optimizers": [text for each in self._optimizers(records) if (text := optimizer_in_words(each))],
             "not_examined": [*experiments, *(why for why, _ in report.examination.blind)],
             "replay": _replayable_steps(folder),
         }

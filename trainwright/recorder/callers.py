@@ -19,8 +19,9 @@ _NOT_PLACES = (f"{Path(__file__).parents[1]}/", f"{Path(sys.executable).parent}/
 """This package and the folder of command line programs such as ``trainwright``. No fault is located in them."""
 _PLANTED = f"{Path(__file__).parents[1]}/commands/demo_faults.py"  # the loops of ``trainwright demo --break``
 _STANDARD = f"{Path(contextlib.__file__).parent}/"
-_LIBRARIES = ("lightning", "pytorch_lightning", "transformers", "accelerate")
-"""Training libraries. Their loops are not the user's code either."""
+_LIBRARIES = ("lightning", "pytorch_lightning", "transformers", "accelerate", "typer", "click")
+"""Training libraries, and those of command lines such as that of ``trainwright train``. They are not the user's code
+either."""
 
 Line: TypeAlias = int | None
 """A line number; None if there is none."""
@@ -44,7 +45,8 @@ def _places() -> Iterator[FrameType]:
 
 
 def _is_place(name: str) -> bool:
-    return not name.startswith(_NOT_PLACES) or name == _PLANTED
+    is_ours = name.startswith(_NOT_PLACES) or name.endswith("/trainwright")  # pipx links the program to other folders
+    return not is_ours or name == _PLANTED
 
 
 def line_of(frame: FrameType | None) -> str | None:
@@ -71,7 +73,7 @@ def is_recorders(frame: FrameType) -> bool:
 
 
 def is_users(frame: FrameType) -> bool:
-    """Returns True if a frame belongs neither to torch, a training library, Python's library nor ``_OURS``."""
+    """Returns True if a frame belongs neither to torch, one of ``_LIBRARIES``, Python's library nor ``_OURS``."""
     name = frame.f_code.co_filename
     root = str(frame.f_globals.get("__name__", "")).partition(".")[0]
     return not name.startswith((*_PACKAGES, "<")) and root not in _LIBRARIES and not _is_standard(name)
