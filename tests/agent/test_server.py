@@ -123,6 +123,14 @@ def test_a_server_reads_only_unless_replays_are_allowed(runs: Path) -> None:
     assert anyio.run(names, True).keys() == READING | RUNNING | REPLAYING
 
 
+def test_an_argument_that_a_tool_does_not_have_is_refused(runs: Path) -> None:
+    async def act(ask: Session) -> None:
+        said = await ask.refused("finding_evidence", run="one", cod="optim.lr_too_high")
+        assert "finding_evidence has no argument 'cod'" in said and "did you mean 'code'?" in said
+
+    asked(runs, act)
+
+
 def test_the_tools_that_read(runs: Path) -> None:
     async def act(ask: Session) -> None:
         listed = await ask("list_runs")
@@ -380,6 +388,8 @@ def test_a_check_names_what_is_not_ok_and_a_plan_if_it_fits(runs: Path, tmp_path
         made = await ask("check_recipe", recipe="own:make", budget=4000)
         words = {each["word"] for each in made["result"]["verdicts"]}
         assert (await ask("plan_recipe", recipe="demo"))["outcome"] == "it fits"
+        planned = (await ask("plan_recipe", recipe="demo", device="h100-80gb", ranks=8))["result"]
+        assert (planned["device"], planned["ranks"]) == ("h100-80gb", 8)
         assert made["outcome"].startswith("it trains; ") and words and "ok" not in words
 
     asked(runs, act, code=tmp_path)

@@ -26,11 +26,14 @@ class Experiments:
         self._tools, self._limits = tools, limits
         self._one = threading.Lock()
 
-    def plan_recipe(self, recipe: str, settings: list[str] | None = None) -> dict[str, object]:
+    def plan_recipe(
+        self, recipe: str, settings: list[str] | None = None, device: str = "", ranks: int = 0
+    ) -> dict[str, object]:
         """Predict memory and time of a recipe (a YAML file in the code folder, or a built-in name). Runs the code of
-        the recipe. settings: PATH=VALUE.
+        the recipe. settings: PATH=VALUE. device, ranks: such as h100-80gb and 8. Default: this machine.
         """
-        output = self._run("plan", self._own(recipe), *self._set_arguments(settings))
+        on = [*([f"--device={device}"] if device else []), *([f"--ranks={ranks}"] if ranks else [])]
+        output = self._run("plan", self._own(recipe), *on, *self._set_arguments(settings))
         return {
             "outcome": _plan_in_words(output),
             "result": _without(output, "devices", "methods", "timeline"),

@@ -25,7 +25,7 @@ from trainwright.agent.process import ProcessLimits
 from trainwright.agent.tools import MAX_FILE_BYTES, RunTools
 from trainwright.agent.untrusted import DEFAULT_BUDGET_TOKENS, NOTE, answer, as_text, cleaned, refusal
 from trainwright.doctor.pages import page
-from trainwright.errors import UsageError
+from trainwright.errors import UsageError, unknown_args
 from trainwright.report.server.serve import open_listener
 from trainwright.runs.media import IMAGE
 from trainwright.version import __version__
@@ -60,6 +60,15 @@ class ServerOptions:
     limits: ProcessLimits = field(default_factory=ProcessLimits)
 
 
+class _Server(MCPServer[Any]):
+    async def call_tool(self, name: str, arguments: dict[str, Any], context: Any = None) -> Any:
+        """Call a tool. Raises ToolError for an argument that it does not have: the SDK would ignore it."""
+        tools = {each.name: each.input_schema["properties"] for each in await self.list_tools()}
+        if wrong := unknown_args(name, name, arguments, list(tools.get(name, arguments))):
+            raise ToolError(refusal(UsageError(wrong[0].rule, remedy=wrong[0].remedy)))
+        return await super().call_tool(name, arguments, context)
+
+
 def make_server(options: ServerOptions) -> MCPServer[Any]:
     """Return the server with its tools and resources. Raises UsageError if a folder does not exist."""
     for folder in (options.runs, options.code):
@@ -67,7 +76,7 @@ def make_server(options: ServerOptions) -> MCPServer[Any]:
             raise UsageError(
                 f"{folder} is not a folder", remedy="give the folder of the runs, and with --code that of your code"
             )
-    server: MCPServer[Any] = MCPServer(
+    server = _Server(
         "trainwright", instructions=INSTRUCTIONS, version=__version__, log_level="ERROR", subscriptions=False
     )
     logging.getLogger("mcp").setLevel(logging.CRITICAL)  # errors of tools are in their answers
