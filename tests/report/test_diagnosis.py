@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.report_pages import runs
 from trainwright.report.diagnosis import diagnosis_of
 from trainwright.report.examination import while_it_trains
 from trainwright.runs.folder import RunFolder
@@ -35,6 +36,13 @@ def test_a_replay_is_suggested_where_it_works(tmp_path: Path, recipe: str | None
     suggested = [line for line in report.lines() if "trainwright replay" in line]
     assert suggested == ([f"for a closer examination: trainwright replay {report.run} --step 3"] if works else [])
     assert report.to_json()["experiments"] == ["trace"]
+
+
+def test_a_killed_run_of_several_ranks_has_its_step_and_says_why_nothing_was_recorded(tmp_path: Path) -> None:
+    start = replace(runs.started(), settings={"ranks": "{replicate: 2} (default)"})
+    lines = diagnosis_of(runs.make_run(tmp_path, "run", [start, runs.step(190)], settings={})).lines()
+    assert "/run: step 190, " in lines[0]
+    assert "several ranks are only compared" in lines[-1] and "log.doctor" not in lines[-1]
 
 
 def examined(folder: RunFolder) -> str:

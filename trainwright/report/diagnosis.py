@@ -18,7 +18,7 @@ from trainwright.report.verdict import verdict_of
 from trainwright.runs.findings import findings_in
 from trainwright.runs.folder import RunFolder
 from trainwright.runs.json_values import JsonValue, strict
-from trainwright.runs.reader import LogContents, read_newest, state_of
+from trainwright.runs.reader import LogContents, read_end, read_newest, state_of
 from trainwright.runs.records import (
     FORMAT_VERSION,
     Ended,
@@ -26,6 +26,7 @@ from trainwright.runs.records import (
     Found,
     RunVerdict,
     Started,
+    Step,
     Unexamined,
     Watched,
     Withdrawn,
@@ -45,6 +46,7 @@ class Report:
         unreadable: Lines of the log that hold no record.
         unknown: Records of a kind that this version does not support.
         format_version: Format version of the run folder.
+        had_ranks: True if the run had several ranks when it was started last.
         verbose: Print findings below a warning, too.
     """
 
@@ -60,6 +62,7 @@ class Report:
     unreadable: int = 0
     unknown: int = 0
     format_version: int = FORMAT_VERSION
+    had_ranks: bool = False
     verbose: bool = False
 
     @property
@@ -75,7 +78,10 @@ class Report:
         """Return the text output."""
         lines = [f"{self.run}: step {self.step:,}, {self.state}", f"verdict: {self.verdict}", *self._omissions()]
         if not self.examination.steps and not self.findings and not self.added:
-            return [*lines, "no step of it was recorded: set log.doctor: true, or train inside tw.watch(...)"]
+            other = "set log.doctor: true, or train inside tw.watch(...)"
+            if self.had_ranks:
+                other = "several ranks are only compared with each other; all checks need a run in one process"
+            return [*lines, f"no step of it was recorded: {other}"]
         if self.findings or not self.added:
             lines += lines_of(self.findings, self.run, verbose=self.verbose)
         if self.added:
@@ -123,6 +129,8 @@ def diagnosis_of(folder: RunFolder) -> Report:
     kinds = (Watched, Examined, Unexamined, Found, Withdrawn, Ended)
     log = read_newest(folder.log, kinds) if os.path.lexists(folder.log) else LogContents((), 0, torn=False)
     records = log.records
+    newest = read_end(folder.log) if os.path.lexists(folder.log) else ()
+    starts = [record for record in records if isinstance(record, Started)]
     ends = [record for record in records if isinstance(record, Ended)]
     doctor_was_off = folder.recipe.is_file() and not any(isinstance(record, Watched) for record in records)
     diagnosis = diagnose(RunContext(records, finished=bool(ends) and not doctor_was_off))
@@ -136,13 +144,14 @@ def diagnosis_of(folder: RunFolder) -> Report:
         tuple(_new_findings([each.found for each in diagnosis.findings], findings)),
         experiments,
         Examination.of(records, diagnosis.checks, experiments),
-        max((each.step for each in records if isinstance(each, Watched | Ended)), default=0),
+        max((each.step for each in (*records, *newest) if isinstance(each, Watched | Ended | Step)), default=0),
         state_of(folder.path, records),
         verdict_of(folder),
         can_be_trained_again(folder.path),
         log.broken_lines,
         log.unknown,
-        max((record.format_version for record in records if isinstance(record, Started)), default=FORMAT_VERSION),
+        max((each.format_version for each in starts), default=FORMAT_VERSION),
+        had_ranks=bool(starts) and "ranks" in starts[-1].settings,
     )
 
 
