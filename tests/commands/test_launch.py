@@ -211,6 +211,8 @@ def test_the_header_of_a_slurm_job(project: Path) -> None:
     script = launched("slurm", recipe, *words)
     header = {line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH")}
     assert {"nodes=4", "ntasks-per-node=1", "gpus-per-node=8", "requeue", "account=physics"} <= header
+    for limit in ("3", "2:01", "1-0", "0-0:2:1", "UNLIMITED"):
+        assert f"#SBATCH --time={limit}\n" in launched("slurm", recipe, "--time", limit)
     assert "signal=B:USR1@600" in header and not any("USR1@120" in each for each in header)
     assert "gpus-per-node" not in launched("slurm", recipe, "--ranks", "4x8")  # device: cpu
 
@@ -229,6 +231,11 @@ def test_what_user_code_prints_is_not_in_the_job_file(project: Path) -> None:
         (["--ranks", "2x4", "--set", "parallel.replicate=3"], 2, "must be the number of ranks, 8"),
         (["--ranks", "2x4", "--grace", "20"], 2, "too short"),
         (["--ranks", "2x4", "--sbatch", "rm -rf"], 2, "not options of sbatch"),
+        (["--ranks", "2x4", "--sbatch", "ntasks-per-node=4"], 2, "--ranks sets ntasks-per-node"),
+        (["--ranks", "2x4", "--time", "12h"], 2, "is not a time limit of Slurm"),
+        (["--ranks", "2x4", "--time", "1:2:3:4"], 2, "is not a time limit of Slurm"),
+        (["--ranks", "2x4", "--time", "00:02:00"], 2, "is not longer than the 120 s"),
+        (["--ranks", "2x4", "--time", "2"], 2, "is not longer than the 120 s"),
         (["--ranks", "2x4", "--output", "no/such/folder"], 1, "cannot be written"),
         (["--ranks", "2x4", "--stack", "cu13"], 2, "did you mean 'cu130'?"),
         (["--ranks", "2x4", "--stack", "cpu", "--set", "device=auto"], 2, "stack cpu is for the CPU"),

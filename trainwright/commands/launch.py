@@ -7,6 +7,7 @@ job, so that the run saves. They restart the job if the ranks exit with 75 (stop
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 import sys
@@ -118,7 +119,7 @@ def slurm_job(
         "requeue": "requeue",
         "open-mode": "open-mode=append",
     }
-    header = sbatch_header(defaults, directives)
+    header = sbatch_header(defaults, directives, grace_s)
     recipe = Path(loaded.source.name).absolute()
     trainwright = [sys.executable, "-m", "trainwright"] if image is None else ["trainwright"]
     program = [*trainwright, *_command(str(recipe), settings)]
@@ -142,17 +143,36 @@ def slurm_job(
     )
 
 
-def sbatch_header(defaults: Mapping[str, str], directives: Sequence[str]) -> str:
+def sbatch_header(defaults: Mapping[str, str], directives: Sequence[str], grace_s: int) -> str:
     """Return the ``#SBATCH`` lines. ``directives`` replace defaults of the same name.
 
-    Raises UsageError for invalid options.
+    Raises UsageError for invalid options, those that ``--ranks`` sets, and a time limit that leaves no time to train.
     """
     options = {text.partition("=")[0].lstrip("-"): text.lstrip("-") for text in directives}
     if any(not re.fullmatch(r"[a-z][a-z-]*(=\S+)?", each) for each in options.values()):
         raise UsageError(
             f"{list(directives)} are not options of sbatch", remedy="write for example --sbatch partition=gpu"
         )
+    if taken := sorted({"nodes", "ntasks", "ntasks-per-node"} & options.keys()):
+        raise UsageError(f"--ranks sets {taken[0]}, and the script relies on it", remedy="give --ranks MACHINESxRANKS")
+    limit = options.get("time", "").partition("=")[2]
+    if limit and _limit_s(limit) <= grace_s:  # Slurm would send the signal at once, and the job would be requeued
+        rule = f"is not longer than the {grace_s} s from the signal to the kill"
+        raise UsageError(f"--time {limit} {rule}", remedy="give a longer --time, or a shorter --grace")
     return "\n".join(f"#SBATCH --{each}" for each in {**defaults, **options}.values())
+
+
+def _limit_s(text: str) -> float:
+    """Return a time limit of Slurm in seconds. Raises UsageError for a text that sbatch does not accept."""
+    days, hyphen, clock = text.rpartition("-")
+    fields = clock.split(":")
+    units_s = (3600, 60, 1) if hyphen or len(fields) == 3 else (60, 1)
+    if text.upper() in ("UNLIMITED", "INFINITE"):
+        return math.inf
+    if not all(map(str.isdecimal, [*fields, *([days] if hyphen else [])])) or len(fields) > 3:
+        rule = "is not a time limit of Slurm (MINUTES, HOURS:MINUTES:SECONDS or DAYS-HOURS)"
+        raise UsageError(f"--time {text} {rule}", remedy="write for example --time 12:00:00")
+    return int(days or 0) * 86400 + sum(int(each) * unit_s for each, unit_s in zip(fields, units_s))
 
 
 _PYXIS = '--container-image={image} --container-mounts="$PWD:$PWD",{folder}:{folder} --container-workdir="$PWD" '
