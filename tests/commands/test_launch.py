@@ -339,8 +339,9 @@ def test_a_task_of_skypilot(project: Path) -> None:
     assert lines[3].startswith(
         "trainwright train /recipe/recipe.yaml --set device=auto --set folder=/runs -- --nnodes 2"
     )
-    done = CliRunner().invoke(app, ["launch", "skypilot", str(recipe), *words])
-    assert done.exit_code == 2 and "give for example --gpu H100" in done.stderr
+    for gpu in ([], ["--gpu", "H100:8"]):
+        done = CliRunner().invoke(app, ["launch", "skypilot", str(recipe), *words, *gpu])
+        assert done.exit_code == 2 and "give for example --gpu H100" in done.stderr
 
 
 @pytest.mark.process

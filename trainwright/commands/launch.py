@@ -355,8 +355,9 @@ def skypilot_job(
     """
     _require_launchable(loaded, shape, MIN_GRACE_S, elsewhere=True)
     on_gpu = loaded.recipe.device != "cpu"
-    if on_gpu and not gpu:
-        raise UsageError("SkyPilot needs the type of the accelerator", remedy="give for example --gpu H100")
+    if on_gpu and (not gpu or ":" in gpu):
+        rule = "SkyPilot needs the type of the accelerator, and --ranks gives its number"
+        raise UsageError(rule, remedy="give for example --gpu H100")
     check = _stack_check(stack, loaded, shape)
     command = [*_command("/recipe/recipe.yaml", [*settings, "folder=/runs"]), "--"]
     command += ["--nnodes", str(shape.nodes), "--nproc-per-node", str(shape.each), "--rdzv-backend", "c10d"]
