@@ -26,7 +26,8 @@ def start(code: str, ranks: int, *arguments: str, cwd: Path, attempt: int = 0, j
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    shared = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     elastic = {"TORCHELASTIC_RESTART_COUNT": str(attempt), "TORCHELASTIC_RUN_ID": job}
     return [
         Forked(code, *arguments, cwd=cwd, env={**shared, **elastic, "RANK": str(rank), "LOCAL_RANK": str(rank)})

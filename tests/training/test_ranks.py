@@ -150,6 +150,7 @@ def test_sigterm_saves_once_and_ends_every_rank(project: Path) -> None:
     for each in (*started, *started):  # torchrun passes on what the scheduler has sent to every process
         each.send_signal(signal.SIGTERM)
     assert [each.wait() for each in started] == [75, 75]
+    assert "runs/run -- --nproc-per-node 2   # continues from" in started[0].stdout
     ended = json.loads((project / "runs/run/log.jsonl").read_text().splitlines()[-1])
     newest = max(path.name for path in (project / "runs/run/checkpoints").glob("step-*"))
     assert (ended["ending"], ended["reason"]) == ("stopped", "SIGTERM") and newest == f"step-{ended['step']:08d}"

@@ -119,7 +119,7 @@ def solve_degrees(ask: Parallel, ranks: int) -> Degrees:
             f"the product of the degrees must be the number of ranks, {ranks}",
             got=f"{found}, which is {found.ranks}",
             remedy=f"the nearest for {ranks} rank{'' if ranks == 1 else 's'}: {layouts}; or start {processes} "
-            f"processes: trainwright train RECIPE -- --nproc-per-node {processes}",
+            f"processes: end the command with -- --nproc-per-node {processes}",
         )
     )
 

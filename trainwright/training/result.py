@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,6 +40,7 @@ class Ending:
         saved: True if the last state is on disk.
         again: The command that continues the run.
         longer: The option that doubles the length of the run, appended to ``again``.
+        launch: The options that start as many ranks again, the last part of the command; "" for one process.
     """
 
     ended: Ended
@@ -47,17 +49,17 @@ class Ending:
     saved: bool
     again: str
     longer: str
+    launch: str = ""
 
 
 def closing(ending: Ending) -> list[str]:
     """Return the lines to print: the verdict, then exactly three lines (run, reached, next)."""
     goes_on = ending.ended.ending == "stopped" or not ending.saved or not ending.longer
     restarts = " train " in ending.again
-    step = (
-        f"{ending.again}   # {'starts again: nothing is saved' if restarts else 'continues from the newest checkpoint'}"
-    )
+    step = "starts again: nothing is saved" if restarts else "continues from the newest checkpoint"
+    step = f"{ending.again}{ending.launch}   # {step}"
     if not goes_on:
-        step = f"{ending.again} {ending.longer}   # trains it further"
+        step = f"{ending.again} {ending.longer}{ending.launch}   # trains it further"
     return [
         f"verdict: {ending.ended.verdict}",
         f"run      {ending.run}",
@@ -196,6 +198,7 @@ def _print_ending(
     job: Job, place: HeldFolder, reports: Reports, ended: Ended, process: Process, *, is_whole: bool
 ) -> Ending:
     process.progress.close()
+    ranks = job.world.size if os.environ.get("LOCAL_WORLD_SIZE") == str(job.world.size) else 1  # all on this machine
     ending = Ending(
         ended,
         place.folder.path,
@@ -203,6 +206,7 @@ def _print_ending(
         saved=is_whole,
         again=resume_command(place.folder, live=job.is_only_in_python),
         longer="" if job.is_only_in_python else doubled_length(job.loaded.as_written.until),
+        launch=f" -- --nproc-per-node {ranks}" if ranks > 1 and not job.is_only_in_python else "",
     )
     for line in closing(ending):
         process.progress.say(line)
