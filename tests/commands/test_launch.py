@@ -157,6 +157,16 @@ def test_torchrun_ends_with_the_code_of_the_ranks(project: Path) -> None:
 
 @pytest.mark.process
 @pytest.mark.slow
+def test_a_killed_rank_is_reported_with_a_remedy(project: Path) -> None:
+    (project / "deadly.py").write_text("import os\n\ndef kill(outputs, targets):\n    os.kill(os.getpid(), 9)\n")
+    words = ["train", "recipe.yaml", "--set", "loss=deadly:kill", "--", "--nproc-per-node", "1"]
+    done = Forked(COMMAND_LINE, *words, cwd=project)
+    assert done.wait() == 1 and "error: rank 0 was ended by SIGKILL" in done.stderr, done.stderr
+    assert "trainwright resume RUN" in done.stderr
+
+
+@pytest.mark.process
+@pytest.mark.slow
 def test_ranks_whose_torchrun_is_killed_save_and_stop(project: Path) -> None:
     """They would go on, and the torchrun that a scheduler starts next could not continue their run."""
     words = ["train", "recipe.yaml", "--set", "until=1000steps", "--", "--nproc-per-node", "2"]

@@ -32,6 +32,9 @@ CAN_FORK = sys.platform == "linux"
 ORPHAN_GRACE_S = 600.0
 """Seconds that ranks have to save and stop after torchrun was killed. Then they are killed: one may wait for another.
 """
+_KILLED = """\
+error: rank {rank} was ended by {signal}, and torchrun has ended the others
+  remedy: after SIGKILL see if the machine ran out of memory (dmesg). Then trainwright resume RUN -- ... continues it"""
 AS_MODULE = ("-u", "-m", "trainwright")
 """The first arguments of Python in the command of a rank."""
 
@@ -69,9 +72,11 @@ def main() -> None:
             vars(run)["elastic_launch"] = _forked
         try:
             run.main(sys.argv[1:])
-        except ChildFailedError as failed:  # torchrun has printed which rank it was
-            code = failed.get_first_failure()[1].exitcode
-            sys.exit(code if code > 0 else 1)
+        except ChildFailedError as failed:  # a rank that ended itself has printed the reason
+            rank, failure = failed.get_first_failure()
+            if failure.exitcode < 0:
+                print(_KILLED.format(rank=rank, signal=failure.signal_name()), file=sys.stderr)
+            sys.exit(failure.exitcode if failure.exitcode > 0 else 1)
         except SignalException:
             sys.exit(common_exit_code(Path(folder)))
 
