@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import trainwright as tw
 from tests import forked, ranks
 from tests.forked import COMMAND_LINE
 from tests.training.ranked import compare, last_weights, make_project, train, wait_for_steps
@@ -165,6 +168,15 @@ def test_a_launch_of_one_rank_goes_on(project: Path) -> None:
     (last,) = train(project, "runs", 1, count=1)
     assert last.wait() == 0 and "resumed from" in last.stdout
     assert [path.name for path in (project / "runs").iterdir()] == ["run"]
+
+
+def test_tasks_of_srun_that_are_no_ranks_are_reported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    data = torch.randn(8, 4), torch.randint(2, (8,))
+    tw.fit(nn.Linear(4, 2), data, nn.CrossEntropyLoss(), steps=1, settings={"log.doctor": False})
+    assert "each of the 4 tasks of srun or mpirun trains a run of its own" in capsys.readouterr().out
 
 
 def test_what_cannot_work_is_refused_before_the_ranks_meet(project: Path) -> None:

@@ -247,6 +247,9 @@ def _notices(job: Job, folder: RunFolder, lock: RunLock, earlier: Earlier | None
         yield from unfinished_before(folder, job.recipe.name)
     if compares_ranks(job):
         yield "the doctor compares the ranks; checks that replay a step do not run with several ranks"
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS") or os.environ.get("OMPI_COMM_WORLD_SIZE") or "1"
+    if job.world.size == 1 and tasks != "1":
+        yield f"each of the {tasks} tasks of srun or mpirun trains a run of its own; torchrun starts one run of all"
 
 
 @contextmanager
