@@ -234,6 +234,17 @@ def test_what_user_code_prints_is_not_in_the_job_file(project: Path) -> None:
     assert done.exit_code == 0 and done.stdout.startswith("#!/bin/bash\n") and "reading samples" in done.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("cores", "seen"), [({"SLURM_CPUS_PER_TASK": "16"}, "16"), ({}, "")], ids=["16", "default"])
+def test_srun_has_the_cores_that_sbatch_was_given(project: Path, cores: dict[str, str], seen: str) -> None:
+    script = launched("slurm", str(project / "recipe.yaml"), "--sbatch", "cpus-per-task=16")
+    [line] = [line for line in script.splitlines() if "SRUN_CPUS_PER_TASK" in line]
+    command = ["bash", "-c", f"{line}\nprintenv SRUN_CPUS_PER_TASK"]
+    environment = {"PATH": os.environ["PATH"], **cores}
+    done = subprocess.run(command, env=environment, text=True, capture_output=True, check=False)
+    assert done.stdout.strip() == seen and "#SBATCH --cpus-per-task=16\n" in script
+
+
 @pytest.mark.parametrize(
     ("words", "code", "error"),
     [

@@ -186,6 +186,7 @@ _SBATCH = """\
 {header}
 
 export TRAINWRIGHT_GRACE_S={grace_s}
+[ -z "$SLURM_CPUS_PER_TASK" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # srun does not inherit this option
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$((20000 + SLURM_JOB_ID % 20000))
 step=
