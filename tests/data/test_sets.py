@@ -148,13 +148,19 @@ def test_padding_is_not_counted() -> None:
 
 
 def test_a_padded_batch_of_dicts_has_a_mask() -> None:
-    samples = [{"input_ids": [5] * n, "labels": n, "image": torch.ones(3, 9)} for n in (2, 3)]
+    samples = [{"ids": [5] * n, "labels": n, "image": torch.ones(3, 9)} for n in (2, 3)]
     batch = tw.pad(1)(samples)
-    assert batch["input_ids"].tolist() == [[5, 5, 1], [5, 5, 5]] and batch["labels"].tolist() == [2, 3]
+    assert batch["ids"].tolist() == [[5, 5, 1], [5, 5, 5]] and batch["labels"].tolist() == [2, 3]
     assert batch["mask"].tolist() == [[True, True, False], [True] * 3] and batch["lengths"].tolist() == [2, 3]
     assert batch["image"].shape == (2, 3, 9)
     alike = tw.pad(1)([samples[0], samples[0]])
-    assert alike["input_ids"].tolist() == [[5, 5]] * 2 and alike["mask"].all()
+    assert alike["ids"].tolist() == [[5, 5]] * 2 and alike["mask"].all()
+
+
+def test_padded_token_ids_have_the_attention_mask_of_a_tokenizer() -> None:
+    batch = tw.pad()([{"labels": [7] * (4 - n), "input_ids": [5] * n} for n in (2, 3)])
+    assert batch.keys() == {"input_ids", "labels", "attention_mask"}  # any other key reaches the model, too
+    assert batch["attention_mask"].tolist() == [[1, 1, 0], [1, 1, 1]]
 
 
 @pytest.mark.parametrize(

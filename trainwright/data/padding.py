@@ -20,15 +20,16 @@ IGNORE = -100
 TARGET_KEYS = ("labels", "label", "targets", "target", "y")
 """Keys of a mapping that hold the target."""
 
-ATTENTION_KEY = "attention_mask"
+ATTENTION_KEY, IDS = "attention_mask", "input_ids"
 
 
 class Padding:
     """A collate function that pads each field whose first dimension differs between samples.
 
     The last field of a tuple is the target. Samples that are mappings get two further keys: ``mask`` (B, T), True where
-    the first sequence field is not padded, and its ``lengths`` (B,). Samples with an ``attention_mask``, as tokenizers
-    return it, get only that, padded with 0.
+    the first sequence field is not padded, and its ``lengths`` (B,). Samples with ``input_ids`` or an
+    ``attention_mask`` get only an ``attention_mask``, as tokenizers return it: models of ``transformers`` would attend
+    to padding without it.
     """
 
     def __init__(self, value: float = 0, target: int = IGNORE, multiple_of: int = 1) -> None:
@@ -64,12 +65,14 @@ class Padding:
         return padded
 
     def _mask(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        name = next((name for name, value in samples[0].items() if _length(value)), None)
-        if name is None:
+        names = [name for name, value in samples[0].items() if _length(value)]
+        if not names:
             return {}
+        name = IDS if IDS in names else names[0]
         lengths = torch.tensor([_length(each[name]) for each in samples], device="cpu")
         longest = -(-int(lengths.max()) // self.multiple_of) * self.multiple_of
-        return {"mask": torch.arange(longest, device="cpu") < lengths[:, None], "lengths": lengths}
+        mask = torch.arange(longest, device="cpu") < lengths[:, None]
+        return {ATTENTION_KEY: mask.long()} if name == IDS else {"mask": mask, "lengths": lengths}
 
 
 def pad(value: float = 0, *, target: int = IGNORE, multiple_of: int = 1) -> Callable[[Sequence[Any]], Any]:
@@ -118,7 +121,7 @@ def _is_ragged(values: list[Any]) -> bool:
     return _length(values[0]) > 0 and len({_length(value) for value in values}) > 1
 
 
-IDS, LABELS, POSITIONS, ROW_LENGTHS = "input_ids", "labels", "position_ids", "row_lengths"
+LABELS, POSITIONS, ROW_LENGTHS = "labels", "position_ids", "row_lengths"
 PREFIXES = ("", "chosen_", "rejected_")
 """Prefixes of the keys of a supervised sample, and of the two completions of a preference sample."""
 
