@@ -116,8 +116,14 @@ class Evaluations(Probe):
             self._observe(self._modules())
 
     def _on_compared(self, name: str, output: Tensor, target: Tensor) -> None:
-        """Counts a comparison of predicted classes, or of scores (N, C), with classes."""
+        """Counts a comparison of predicted classes, or of scores (N, C), with classes.
+
+        Next tokens are not counted: a tokenizer numbers them, and an untrained model repeats a few for each context.
+        """
+        count: Tensor | int = 1
         if name in ("cross_entropy", "nll_loss") and output.dim() == 2:
+            ids = next((each for each in self._given if _has_target_per_token(each, target)), None)
+            count = 1 if ids is None else (ids.max() >= output.shape[1]).long()
             output = output.argmax(1)
         is_class = not (output.is_floating_point() or target.is_floating_point() or output.dtype == torch.bool)
         if is_class and output.shape == target.shape and output.dim() == 1 and output.device == target.device:
@@ -125,7 +131,7 @@ class Evaluations(Probe):
             counts = self._counts.setdefault(
                 (self._site, self._num_iterators), torch.zeros(MAX_CLASSES**2, dtype=torch.int64, device=output.device)
             )
-            counts.index_add_(0, places.long(), torch.ones_like(places, dtype=torch.int64))
+            counts.index_add_(0, places.long(), count * torch.ones_like(places, dtype=torch.int64))
 
     def on_mode(self, module: nn.Module, training: bool) -> None:
         if not training:
@@ -175,6 +181,11 @@ class Evaluations(Probe):
             self._close()
         self.urgent = False
         return self._facts
+
+
+def _has_target_per_token(ids: Tensor, target: Tensor) -> bool:
+    is_ids = ids.dim() > 1 and not ids.is_floating_point() and ids.device == target.device
+    return is_ids and ids.numel() - ids.shape[0] <= target.numel() <= ids.numel()
 
 
 def _renamed(counts: Tensor, site: Site | None) -> RenamedClasses | None:

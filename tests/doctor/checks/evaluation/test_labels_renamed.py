@@ -70,3 +70,23 @@ def test_the_same_class_numbers_are_healthy(learns: bool) -> None:
 @pytest.mark.slow
 def test_one_class_that_was_not_learned_is_healthy() -> None:
     assert finding(lambda y: 3 if y == 2 else y, hits) is None
+
+
+@pytest.mark.parametrize("vocabulary", [40, 4], ids=["next tokens", "classes of tokens"])
+def test_next_tokens_are_no_class_numbers(vocabulary: int) -> None:
+    """An untrained language model predicts another token for each context. Classes of tokens are still counted."""
+    ids = (torch.arange(9) + torch.arange(32)[:, None]) % 5
+    model = nn.Embedding(5, vocabulary)
+    with torch.no_grad():
+        model.weight.copy_(F.one_hot(torch.arange(5) % 4 if vocabulary == 4 else torch.arange(5) + 10, vocabulary))
+    target = ids[:, 1:] if vocabulary == 40 else torch.tensor([1, 0, 3, 2, 1])[ids[:, :-1]]
+    optimizer = torch.optim.SGD(model.parameters(), 1e-9)
+    with tw.watch(model, optimizer, out=None, quiet=True, examine="listen") as watch:
+        for _ in range(2):
+            F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten() % vocabulary).backward()
+            optimizer.step()
+            with torch.no_grad():
+                F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), target.flatten())
+    assert watch.session.failures == []
+    found = any(each.code == "evaluation.labels_renamed" for each in watch.findings())
+    assert found == (vocabulary == 4)

@@ -12,7 +12,7 @@ def labels_renamed(run: RunContext, facts: EvaluationFacts) -> Results:
     of two or more classes are predicted as one other class, and no two classes as the same one. With the classes
     renamed in this way, at least 20 % more predictions are right.
 
-    Exceptions: fewer than 64 samples, or classes with fewer than 8.
+    Exceptions: fewer than 64 samples, or classes with fewer than 8; the next tokens of a language model.
 
     Usual cause: class numbers are made for each split from its own folders or labels, and one split lacks a class;
     `LabelEncoder().fit_transform` is called on each split; labels begin at 1 in one split.
