@@ -170,6 +170,16 @@ def test_faults_of_the_targets(feed: Callable[[Tensor], tuple[Tensor, Tensor]], 
 
 
 @pytest.mark.slow
+def test_turns_that_begin_with_the_padding_token_are_healthy() -> None:
+    def with_header(ids: Tensor) -> tuple[Tensor, Tensor]:
+        ids, target = of_turns(ids)
+        ids[:, 0] = ids[0, -1]
+        return ids, target
+
+    assert "loss.eos_ignored" not in [code for code, _ in said(of_tokens(with_header, chunked=False))]
+
+
+@pytest.mark.slow
 def test_a_model_that_sees_what_it_is_to_predict() -> None:
     whole, parts = of_tokens(right, chunked=False, peeks=True), of_tokens(right, chunked=True, peeks=True)
     assert said(parts) == said(whole) == [("model.future_leak", 1)]

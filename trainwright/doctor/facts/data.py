@@ -293,6 +293,7 @@ class TextEnds:
     targets: int  # Number of times that the id is a target
     rows: int  # Rows of the batch
     is_end: bool = False  # The configuration of the model names it as the end of texts
+    begins: bool = False  # Most rows begin with it
 
 
 @dataclass(frozen=True, kw_only=True)

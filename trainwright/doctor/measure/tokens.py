@@ -226,6 +226,7 @@ def _ends(session: ReplaySession, placed: Placed) -> TextEnds | None:
         targets=int(used.sum()),
         rows=len(ids),
         is_end=int(filler) in _ends_of_text(session),
+        begins=2 * int(is_it[:, 0].sum()) > len(ids),
     )
 
 

@@ -127,8 +127,10 @@ def test_tokens_are_examined_where_there_are_some() -> None:
         ({"attended": 32}, ["warning"]),
         ({}, []),
         ({"within": 32, "targets": 5}, []),
+        ({"within": 32, "begins": True}, []),
+        ({"within": 32, "begins": True, "is_end": True}, ["warning"]),
     ],
-    ids=["between targets", "attended", "padding only", "is a target"],
+    ids=["between targets", "attended", "padding only", "is a target", "header of a turn", "begins and ends"],
 )
 def test_ends_that_are_never_a_target(counts: dict[str, int], severities: list[str]) -> None:
     ends = TextEnds(**{"id": 0, "within": 0, "attended": 0, "targets": 0, "rows": 32} | counts)

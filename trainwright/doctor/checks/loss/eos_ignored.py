@@ -11,7 +11,8 @@ def eos_ignored(run: RunContext, exams: Every[TokensFacts]) -> Results:
     How it is detected: the padding id also occurs between targets, the attention mask counts its first occurrence as
     text, or the model's configuration or a tokenizer names it as `eos_token_id`. It is never a target.
 
-    Exceptions: padding that occurs only at the end; prompts that are not trained on.
+    Exceptions: padding that occurs only at the end; prompts that are not trained on; a token that most rows begin with,
+    such as the header of a turn, unless it is named as `eos_token_id`.
 
     Usual cause: the end-of-text token is the padding token as well, and the loss ignores padding.
 
@@ -32,11 +33,9 @@ def eos_ignored(run: RunContext, exams: Every[TokensFacts]) -> Results:
             if ends.targets:
                 return
             seen = max(ends.within, ends.attended)
-            if (
-                found is None
-                and loss.offset == 1
-                and (seen >= max(2, ends.rows // 8) or ends.is_end or ends.id in named)
-            ):
+            is_end = ends.is_end or ends.id in named
+            ends_texts = is_end or (seen >= max(2, ends.rows // 8) and not ends.begins)
+            if found is None and loss.offset == 1 and ends_texts:
                 how = (
                     "only as padding"
                     if not seen
