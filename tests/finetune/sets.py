@@ -878,6 +878,11 @@ BROKEN: tuple[SetCase, ...] = (
 )
 
 GOOD: tuple[SetCase, ...] = (
+    SetCase(
+        "one-follow-up",
+        "chat",
+        chats(lambda at: [user(at), said(at), user(at, "In one word, please."), said(at, TOPICS[at][::-1])], 20),
+    ),
     complete(
         "reasons-of-a-label",
         many(lambda at: {**completion(at), "completion": f" No, since {answer(at)}", "label": False}),

@@ -250,14 +250,14 @@ def _texts_of(dataset: TokenizedSet, row: int, rejected: int | None = None) -> S
     tokens = dataset.tokens_of_row(int(dataset.row_numbers()[row]))
     answers = tokens[tokens["supervised"] == 1]
     last_answer = answers[answers["turn"] == answers["turn"].max(initial=0)]
-    prompts = tokens[(tokens["role"] == ROLE_CODES["user"]) & (tokens["supervised"] == 0)]
-    last_prompt = prompts[prompts["turn"] == prompts["turn"].max(initial=0)]
+    is_prompt = (tokens["role"] == ROLE_CODES["user"]) & (tokens["supervised"] == 0)
+    is_prompt &= tokens["turn"] == tokens["turn"][is_prompt].max(initial=0)
     prompt, answer = (
         str(dataset.tokenizer.decode(each["id"].tolist(), skip_special_tokens=True))
-        for each in (last_prompt, last_answer)
+        for each in (tokens[is_prompt], last_answer)
     )
-    prompt = prompt.removeprefix("user\n")
-    return SampleTexts(prompt, answer, "" if rejected is None else _texts_of(dataset, rejected).answer)
+    prompt, before = prompt.removeprefix("user\n"), tokens["id"][: is_prompt.argmax()].tobytes()
+    return SampleTexts(prompt, answer, "" if rejected is None else _texts_of(dataset, rejected).answer, before)
 
 
 def _beyond_the_model(

@@ -46,6 +46,7 @@ class SampleTexts(NamedTuple):
     prompt: str
     answer: str
     rejected: str = ""
+    before: bytes = b""  # The token ids before the last prompt: earlier turns and the system message
 
 
 class SetSign(NamedTuple):
@@ -606,10 +607,10 @@ def _contradictions(samples: Sequence[SampleTexts]) -> SetSign | None:
     is_pair = any(each.rejected for each in samples)
     if not is_pair and any(len(each.answer.split()) > MAX_LABEL_WORDS for each in samples):
         return None
-    first: dict[str, SampleTexts] = {}
+    first: dict[tuple[bytes, str], SampleTexts] = {}
     found, before = list[int](), ""
     for at, each in enumerate(samples):
-        earlier = first.setdefault(each.prompt.strip(), each)
+        earlier = first.setdefault((each.before, each.prompt.strip()), each)
         other = (earlier.answer, earlier.rejected) == (each.rejected, each.answer)
         if (
             earlier is not each
@@ -761,10 +762,11 @@ def _answer_in_prompt(samples: Sequence[SampleTexts]) -> SetSign | None:
 
 def _one_prompt(samples: Sequence[SampleTexts]) -> SetSign | None:
     """Find a prompt that most samples have: the wrong column was read."""
-    prompt, most = Counter(each.prompt.strip() for each in samples).most_common(1)[0]
+    prompts = [(each.before, each.prompt.strip()) for each in samples]
+    (before, prompt), most = Counter(prompts).most_common(1)[0]
     if not prompt or most < 0.5 * len(samples) or len({each.answer for each in samples}) < 0.5 * len(samples):
         return None
-    found = [at for at, each in enumerate(samples) if each.prompt.strip() == prompt]
+    found = [at for at, each in enumerate(prompts) if each == (before, prompt)]
     remedy = "check which column is read as the prompt: this prompt does not determine the answer"
     says = "have the same prompt but different answers"
     return SetSign("one_prompt", "samples", found, says, remedy, shortened(prompt))
