@@ -151,6 +151,16 @@ def test_the_collator_of_transformers_masks_an_end_that_is_the_padding(pad: str,
         assert "DataCollatorForLanguageModeling" in audit.findings[0].message
 
 
+def test_a_masked_language_model_does_not_learn_to_stop() -> None:
+    """Its inputs differ from the labels where loss is carried."""
+
+    def corrupted(samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+        batch = torch.utils.data.default_collate(samples)
+        return {**batch, "input_ids": torch.where(batch["labels"] == -100, batch["input_ids"], 7)}
+
+    assert names(audit_of(Samples(without_end), corrupted)) == set()
+
+
 def test_doubled_begin_tokens_of_any_set() -> None:
     tokenizer = make_tokenizer(bos="<s>", adds_bos=True)
     ids = tokenizer("<s>" + question(0), return_tensors="pt")["input_ids"]
@@ -355,6 +365,15 @@ def test_another_end_than_that_of_generation_is_noted(eos: str, expected: set[st
     assert (
         names(audit_set(data, limits=ModelLimits(ends=(data.tokenizer.convert_tokens_to_ids("<|im_end|>"),)))) == set()
     )
+
+
+@pytest.mark.parametrize(("token", "is_control"), [("<tool>", False), ("<|im_start|>", True), ("<pad>", True)])
+def test_a_special_token_that_ends_no_turn_may_be_in_an_answer(token: str, is_control: bool, tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<tool>", "<|im_start|>"]})
+    (tmp_path / "data.jsonl").write_bytes(lines([chat(1), {"messages": [user(0), said(0, f"{token} 4 is it.")]}]))
+    data = Chat(tmp_path / "data.jsonl", tokenizer=tokenizer, cache=tmp_path)
+    assert ("control_in_content" in names(audit_set(data))) == is_control
 
 
 @pytest.mark.parametrize(

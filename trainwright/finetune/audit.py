@@ -641,6 +641,7 @@ def _batch_findings(
         yield SupervisionFinding("nothing_supervised", "error", message, remedy, counts.samples, first)
         return
     masker = f" ({by})" if by else ""
+    fits_no_token = max(counts.equal, counts.equal_next) < 0.5 * counts.compared  # a masked language model
     is_shifted = counts.equal_next > 0.95 * counts.compared and counts.equal < 0.5 * counts.compared
     shared = special.pad is not None and special.pad == special.eos
     end_remedy = (
@@ -656,7 +657,7 @@ def _batch_findings(
             "raise the maximum length if their answers are cut off, or leave these samples out",
         ),
         (
-            () if counts.trained_ends or is_shifted else counts.masked_end,
+            () if counts.trained_ends or is_shifted or fits_no_token else counts.masked_end,
             "masked_end",
             f"an end token after the answer that carries no loss{masker}: the model does not learn to stop"
             + ("; the end token is also the padding token, which is masked" if shared else ""),

@@ -271,9 +271,11 @@ class ChatRenderer:
             found |= Defect.SPLIT_CONTROL
         if "strftime_now" in template and _writes_today(whole):
             found |= Defect.DATED
-        for message in example.messages:
-            content = str(message.get("content") or "")
-            if any(token in content for token in self._special_tokens):
+        content = "\n".join(str(message.get("content") or "") for message in example.messages)
+        named = self.tokenizer.special_tokens_map.values()
+        for token in self._special_tokens:  # others, such as <tool>, end no turn: the user added them for the answers
+            count = content.count(token)
+            if count and (token in named or token in template or whole.count(token) > count):
                 found |= Defect.CONTROL_IN_CONTENT
         # A template may drop the thinking of earlier turns, so only the last turn of each role counts.
         last = {(message["role"], key): value for message in example.messages for key, value in message.items()}

@@ -35,7 +35,7 @@ from trainwright.finetune.tokenizer import tokenizer_digest
 from trainwright.runs.printing import printable
 from trainwright.runs.system_calls import try_lock
 
-FORMAT = 10
+FORMAT = 11
 """Version of the files. Increase it if the same records give other tokens, defects or files."""
 SHARD_RECORDS = 1000
 MAX_PROBLEMS_SHOWN = 8
