@@ -143,6 +143,7 @@ def test_a_loss_that_is_no_fixed_objective_is_not_compared() -> None:
         ("nan", facts(lambda t: math.nan if t > 0.9 else 1.0), "the training loss is not finite"),
         ("nan in validation", replace(LEARNS, evaluations=seen(1.0, math.nan)), "the validation loss is not finite"),
         ("rises at once", facts(lambda t: 2.3 + 5 * min(1.0, 50 * t), 0.3), "rose from 3."),
+        ("ends before it recovers", facts(lambda t: 2.3 + (90 - 60 * t) * min(1.0, 50 * t), 0.3), "rose from 25"),
         ("explodes", facts(lambda t: 8.0 * 1.1 ** (t * STEPS)), "rose from 8."),
         ("falls and rises", facts(lambda t: falls(t) if t < 0.6 else 2.2, 0.05), "and rose to 2."),
         ("all is skipped", replace(LEARNS, skipped=150), "most updates were skipped"),
@@ -152,6 +153,11 @@ def test_a_loss_that_is_no_fixed_objective_is_not_compared() -> None:
 def test_it_diverged(name: str, run: VerdictFacts, said: str) -> None:
     verdict = judge(run)
     assert verdict.word == "diverged" and said in verdict.sentence, (name, verdict.sentence)
+
+
+def test_a_loss_that_falls_again_may_recover_in_a_run_that_goes_on() -> None:
+    recovers = facts(lambda t: 2.3 + (90 - 60 * t) * min(1.0, 50 * t), 0.3, state="running")
+    assert judge(recovers).word == "running"
 
 
 def test_a_spike_in_the_middle_is_no_divergence() -> None:

@@ -312,15 +312,19 @@ def _diverged(facts: VerdictFacts) -> str | None:
     if facts.step >= MIN_LOSSES and 2 * facts.skipped > facts.step:
         return "most updates were skipped"
     losses = _finite(facts.losses)
-    if not facts.is_one_objective or len(losses) < MIN_LOSSES or _still_falls(losses):
+    if not facts.is_one_objective or len(losses) < MIN_LOSSES:
         return None
+    may_recover = _still_falls(losses)
     values = [loss for _, loss in losses]
     last = values[-max(MIN_LOSSES, len(values) // 4) :]
     end = statistics.fmean(last)
     noise = noise_of(last)
     begin = values[0]
-    if len(last) < len(values) and min(last) > begin and end - begin > MIN_DIVERGENCE_NOISES * noise:
+    rose = len(last) < len(values) and min(last) > begin and end - begin > MIN_DIVERGENCE_NOISES * noise
+    if rose and not (may_recover and facts.state != "finished"):
         return f"the training loss rose from {figure(begin)} to {figure(end)}"
+    if may_recover:
+        return None
     window = len(last)
     starts = range(0, len(values) - window + 1, max(1, window // 8))
     lowest, at = min((statistics.fmean(values[start : start + window]), start) for start in starts)
