@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import default_collate
 
@@ -161,6 +161,20 @@ def test_padded_token_ids_have_the_attention_mask_of_a_tokenizer() -> None:
     batch = tw.pad()([{"labels": [7] * (4 - n), "input_ids": [5] * n} for n in (2, 3)])
     assert batch.keys() == {"input_ids", "labels", "attention_mask"}  # any other key reaches the model, too
     assert batch["attention_mask"].tolist() == [[1, 1, 0], [1, 1, 1]]
+
+
+@pytest.mark.parametrize("labels", [{"labels": [1.0, 0.0, 1.0]}, {"label": 1}], ids=["multi-label", "other name"])
+def test_lists_of_token_ids_are_padded_with_any_labels(labels: dict[str, Any]) -> None:
+    samples = [{"input_ids": [5] * n, **labels} for n in (1, 2)]
+    seen: list[Any] = []
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        seen.append(batch)
+        return model(batch["input_ids"]).mean()
+
+    tw.fit(nn.Embedding(9, 1), samples, loss, batch=2, settings={"data.shuffle": False, "log.doctor": False})
+    assert seen[0]["attention_mask"].tolist() == [[1, 0], [1, 1]]
+    assert {name: seen[0][name].tolist() for name in labels} == {name: [each] * 2 for name, each in labels.items()}
 
 
 @pytest.mark.parametrize(

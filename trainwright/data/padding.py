@@ -129,7 +129,8 @@ PREFIXES = ("", "chosen_", "rejected_")
 class TokenRows:
     """A collate function for samples with ``input_ids`` and unshifted ``labels``.
 
-    The keys may have the prefixes ``chosen_`` and ``rejected_``. Labels are padded with -100 and everything else with
+    The keys may have the prefixes ``chosen_`` and ``rejected_``. Fields with another length than ``input_ids``, such as
+    the classes of a multi-label sample, are stacked. Labels are padded with -100 and everything else with
     ``pad``. Samples of equal length are stacked. Otherwise the batch gets an ``attention_mask``; with
     ``padding_free=True`` it gets ``row_lengths`` instead, and the loss calls the model with one row without padding.
     Packed samples, which have ``position_ids``, need no mask: their padding is a sample of its own.
@@ -181,14 +182,14 @@ class TokenRows:
 
 
 def is_token_samples(dataset: Any) -> bool:
-    """Return True if the samples of a list or of a Hugging Face dataset are mappings with token ids and labels.
+    """Return True if the samples of a list or of a Hugging Face dataset are mappings with token ids.
 
     No other dataset is read.
     """
     names = getattr(dataset, "column_names", None)
     if type(dataset) is list and dataset and isinstance(dataset[0], Mapping):
         names = list(dataset[0])
-    return isinstance(names, list) and any({prefix + IDS, prefix + LABELS} <= set(names) for prefix in PREFIXES)
+    return isinstance(names, list) and any(prefix + IDS in names for prefix in PREFIXES)
 
 
 def collate_of(dataset: Any, *, padding_free: bool = False) -> TokenRows:
@@ -200,7 +201,8 @@ def _as_rows(values: list[Any]) -> list[Tensor] | None:
     """Return 1-dimensional tensors of numbers, one for each sample; None for other values."""
     if not all(isinstance(value, Tensor | list | tuple) or hasattr(value, "__array__") for value in values):
         return None
-    if any(isinstance(value, list | tuple) and not all(isinstance(each, int) for each in value) for value in values):
+    lists = [value for value in values if isinstance(value, list | tuple)]
+    if not all(isinstance(each, int | float) for value in lists for each in value):
         return None
     rows = [torch.as_tensor(value) for value in values]
     return rows if all(row.dim() == 1 for row in rows) else None
