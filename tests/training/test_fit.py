@@ -653,3 +653,26 @@ def test_a_loss_that_fails_names_what_it_got(model: Callable[[], nn.Module], sam
     with pytest.raises(TypeError) as raised:
         tw.fit(model(), samples, nn.CrossEntropyLoss(), steps=1, quiet=True)
     assert re.search(hint, raised.value.__notes__[0])
+
+
+class WithLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = net()
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.body(x), labels.long())
+
+
+def test_text_that_reaches_a_model_is_named() -> None:
+    samples = [{"x": x, "labels": "cat"} for x in data(64)[0]]
+    with pytest.raises(UsageError, match="text in 'labels', such as 'cat'") as raised:
+        tw.fit(WithLoss(), samples, steps=1, quiet=True)
+    assert raised.value.remedy is not None and "from 0" in raised.value.remedy
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "mse", "language_model"])
+def test_a_loss_by_name_names_a_batch_that_is_no_pair(loss: str) -> None:
+    x, labels = data(64)
+    with pytest.raises(UsageError, match=f"{loss} needs batches of .*a dict with x, labels"):
+        tw.fit(net(), {"x": x, "labels": labels}, loss, steps=1, quiet=True)

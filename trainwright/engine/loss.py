@@ -272,7 +272,7 @@ class _Supervised:
 
 def _hint(loss: Callable[..., object], output: object, target: object) -> str:
     """Return what probably made ``loss(output, target)`` fail."""
-    if isinstance(target, tuple | list) and target and isinstance(target[0], str):
+    if isinstance(target, tuple | list) and _is_text(target):
         return f"the labels are strings, such as {target[0]!r}: let the dataset return their numbers, from 0"
     if isinstance(output, Mapping | tuple | list):
         key = next((key for key in ("logits", *output) if key in output), 0) if isinstance(output, Mapping) else 0
@@ -322,7 +322,8 @@ class ModelLoss:
         loss = member(output, "loss", 0)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise UsageError(
-                f"the model returned {_kind(output)} and no loss, and fit has no loss argument",
+                f"the model returned {_kind(output)} and no loss, and fit has no loss argument"
+                + (f"; the batch has {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else ""),
                 remedy="give a loss, loss=nn.CrossEntropyLoss(), or, for a model that computes one itself, batches "
                 "with what it needs for that, such as labels",
             )
@@ -339,7 +340,15 @@ def called_with(model: nn.Module, batch: Batch) -> object:
     args, kwargs = ([], batch) if isinstance(batch, Mapping) else (args, {})
     try:
         return model(*args, **kwargs)
-    except TypeError as error:
+    except (TypeError, AttributeError, ValueError) as error:
+        text = next((name for name, value in kwargs.items() if _is_text(value)), None)
+        if text is not None:
+            raise UsageError(
+                f"the batch has text in {text!r}, such as {kwargs[text][0]!r}, and the model failed: {error}",
+                remedy="let the samples hold numbers: token ids of a tokenizer, and labels from 0",
+            ) from error
+        if not isinstance(error, TypeError):
+            raise
         signature = inspect.signature(model.forward)
         if _binds(signature, args, kwargs):
             raise  # the error has another cause
@@ -348,6 +357,10 @@ def called_with(model: nn.Module, batch: Batch) -> object:
             f"forward{signature} of the model does not take this batch, which has {what}",
             remedy=_how_to_fit(signature, kwargs),
         ) from error
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, tuple | list) and bool(value) and isinstance(value[0], str)
 
 
 def _binds(signature: inspect.Signature, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:

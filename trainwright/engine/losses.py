@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -30,12 +30,23 @@ def cross_entropy(model: nn.Module, batch: Batch) -> Loss:
         DataError: A label is out of range; names the rows. On the CPU only: on a GPU such a label stops the device
             first.
     """
-    x, label_B = batch
+    x, label_B = _pair(batch, "cross_entropy")
     logits_BC = _logits_of(model(x))
     _require_labels(logits_BC, label_B)
     loss = _sum_of_cross_entropy(logits_BC, label_B, rows=label_B.shape[0])
     correct = (logits_BC.detach().argmax(1) == label_B).sum()
     return Loss(loss, (label_B != IGNORE).sum(), {"accuracy": correct}, logits_BC, label_B)
+
+
+def _pair(batch: Batch, loss: str) -> tuple[Any, Any]:
+    if isinstance(batch, tuple | list) and len(batch) == 2:
+        return batch[0], batch[1]
+    keys = f" with {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else ""
+    raise UsageError(
+        f"{loss} needs batches of (input, target); this batch is a {type(batch).__name__}{keys}",
+        remedy="for a model that returns its loss itself leave the loss out (of_model in a recipe), or write the loss "
+        "as `def loss(model, batch): ...`",
+    )
 
 
 def _logits_of(output: Any) -> Tensor:
@@ -77,7 +88,7 @@ def language_model(
     Raises:
         UsageError: ``chunked`` is True and the model does not support it.
     """
-    ids_BT, target_BT = batch
+    ids_BT, target_BT = _pair(batch, "language_model")
     if head := _head_for(chunked, max_logits_bytes, target_BT.numel(), head_of, model):
         loss = _chunked_loss(model(ids_BT, hidden=True), head, target_BT)
     else:
@@ -93,7 +104,7 @@ def mse(model: nn.Module, batch: Batch) -> Loss:
     Raises:
         UsageError: Output and target differ in shape, so that broadcasting would compare each sample with all others.
     """
-    x, target = batch
+    x, target = _pair(batch, "mse")
     output = model(x)
     if output.shape != target.shape:
         raise UsageError(
