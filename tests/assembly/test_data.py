@@ -733,3 +733,5 @@ def test_what_is_no_dataset_is_refused() -> None:
     for thing in (7, nn.Linear(2, 2), Augmented, lambda index: index):
         with pytest.raises(UsageError, match="is not a dataset"):
             unwrap(thing)
+    with pytest.raises(UsageError, match=r"a dict is a dataset if .*; 'ids' is a list"):
+        unwrap({"mask": torch.ones(2, 3), "ids": [[1, 2, 3], [4, 5, 6]]})

@@ -31,7 +31,7 @@ QUICK = {"log.doctor": False, "precision": "fp32"}
         ((X, Y.tolist()), "torch.tensor(y)"),
         ((X.tolist(), Y.tolist()), "torch.tensor(y)"),
         ((ROWS, ROWS), "val="),
-        ({"x": X.tolist(), "y": Y.tolist()}, "give rows, [dict(zip(data, row))"),
+        ({"x": X.tolist(), "y": Y.tolist()}, "a list with one dict for each sample"),
     ],
     ids=["tensor and list", "lists", "datasets", "dict of lists"],
 )

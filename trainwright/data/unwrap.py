@@ -155,10 +155,11 @@ def _dataset(data: object) -> AnyDataset:
         return data
     if _gives_batches(data):
         return ReadyBatches(data)
-    if isinstance(data, Mapping) and data and all(isinstance(part, list) for part in data.values()):
+    if isinstance(data, Mapping):
+        other = next((f"; {name!r} is a {type(x).__name__}" for name, x in data.items() if not hasattr(x, "shape")), "")
         raise UsageError(
-            f"the columns {', '.join(map(str, data))} are lists",
-            remedy="give rows, [dict(zip(data, row)) for row in zip(*data.values())], or tensors or arrays as columns",
+            f"a dict is a dataset if its values are tensors or arrays of one length{other}",
+            remedy="convert them, torch.tensor(...), or give a list with one dict for each sample",
         )
     raise UsageError(
         f"a {type(data).__name__} is not a dataset: it lacks __getitem__ and __len__, and cannot be iterated",
