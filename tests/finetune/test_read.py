@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.finetune.sets import alpaca, chat, lines, saved
+from tests.finetune.tokenizers import make_tokenizer
 from trainwright.errors import UsageError
+from trainwright.finetune.datasets import Chat
 from trainwright.finetune.read import open_source, validation_split
 
 
@@ -170,3 +172,23 @@ def test_a_folder_of_texts(tmp_path: Path) -> None:
     first, second, bad = open_source(tmp_path).records()
     assert (first.fields, second.fields) == ({"text": "Gr\u00fc\u00dfe"}, {"text": "two\n\nlines"})
     assert "not UTF-8" in bad.problem and "iconv" in bad.remedy
+
+
+@pytest.mark.parametrize(
+    ("suffix", "text"), [("jsonl", '{"text": "a"}'), ("json", "[]"), ("csv", "text"), ("txt", "a")]
+)
+def test_the_remedy_names_the_encoding_that_was_found(suffix: str, text: str, tmp_path: Path) -> None:
+    path = tmp_path / "texts" / f"a.{suffix}"
+    path.parent.mkdir()
+    path.write_text(text, encoding="utf-16")
+    [record] = open_source(path.parent).records()
+    assert record.remedy == f"convert it: iconv -f UTF-16 -t UTF-8 a.{suffix}"
+    path.write_bytes(text.encode() + b"\xe9")
+    [record] = [each for each in open_source(path.parent).records() if each.remedy]
+    assert "iconv -f LATIN1" in record.remedy
+
+
+def test_records_in_memory_are_written_to_a_file_first() -> None:
+    with pytest.raises(UsageError, match="not a list") as raised:
+        Chat([chat(0)], tokenizer=make_tokenizer())  # type: ignore[arg-type]
+    assert raised.value.remedy is not None and "json.dumps" in raised.value.remedy

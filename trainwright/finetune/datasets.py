@@ -136,6 +136,12 @@ class TokenizedSet(Dataset[dict[str, Tensor]]):
             raise UsageError(f"{type(self.tokenizer).__name__} gives no positions of its tokens", remedy=remedy)
         if self.use in ("chat", "instruct"):
             encoder.renderer.require_template()
+        if not isinstance(path, str | Path):
+            raise UsageError(
+                f"{type(self).__name__} reads files or a hub dataset, not a {type(path).__name__}",
+                remedy="write the records to a file, one json.dumps(record) a line, or a Hugging Face dataset with "
+                "save_to_disk, and pass its path",
+            )
         source = open_source(path, split=source_split, revision=revision)
         options = EncodingOptions(
             self.use,

@@ -306,11 +306,15 @@ def _lines(path: Path) -> Iterator[tuple[int, str | None, str]]:
                 yield number, None, f"not UTF-8 at byte {error.start} of the line"
 
 
+def _as_utf8(path: Path, problem: str) -> str:
+    encoding, otherwise = ("UTF-16", "") if "UTF-16" in problem else ("LATIN1", " (or the encoding that it has)")
+    return f"convert it: iconv -f {encoding} -t UTF-8 {path.name}{otherwise}"
+
+
 def _jsonl(number: int, path: Path) -> Iterator[FileRecord]:
-    encoding = f"convert it: iconv -f LATIN1 -t UTF-8 {path.name} (or the encoding that it has)"
     for line, text, problem in _lines(path):
         if text is None:
-            yield FileRecord(number, line, {}, problem, encoding)
+            yield FileRecord(number, line, {}, problem, _as_utf8(path, problem))
         elif text.strip() in ("{", "["):
             problem, remedy = "a record is spread over several lines", f"write each on one line: jq -c . {path.name}"
             yield FileRecord(number, line, {}, problem, remedy)
@@ -363,8 +367,7 @@ def _json(number: int, path: Path) -> Iterator[FileRecord]:
     texts = []
     for line, text, problem in _lines(path):
         if text is None:
-            remedy = f"convert it: iconv -f LATIN1 -t UTF-8 {path.name} (or the encoding that it has)"
-            yield FileRecord(number, line, {}, problem, remedy)
+            yield FileRecord(number, line, {}, problem, _as_utf8(path, problem))
             return
         texts.append(text)
     text = "".join(texts)
@@ -435,7 +438,7 @@ def _csv(number: int, path: Path) -> Iterator[FileRecord]:
     problems = [(line, problem) for line, text, problem in _lines(path) if text is None]
     if problems:
         line, problem = problems[0]
-        yield FileRecord(number, line, {}, problem, f"convert it: iconv -f LATIN1 -t UTF-8 {path.name}")
+        yield FileRecord(number, line, {}, problem, _as_utf8(path, problem))
         return
     with path.open(newline="", encoding="utf-8-sig") as file, _long_fields():
         header = file.readline()
@@ -491,8 +494,7 @@ def _txt(number: int, path: Path) -> Iterator[FileRecord]:
     """Yield a file as one text."""
     lines = [*_lines(path)]
     if (bad := next((each for each in lines if each[1] is None), None)) is not None:
-        remedy = f"convert it: iconv -f LATIN1 -t UTF-8 {path.name} (or the encoding that it has)"
-        yield FileRecord(number, bad[0], {}, bad[2], remedy)
+        yield FileRecord(number, bad[0], {}, bad[2], _as_utf8(path, bad[2]))
     elif text := "".join(each or "" for _, each, _ in lines).strip():
         yield FileRecord(number, 1, {"text": text})
 
