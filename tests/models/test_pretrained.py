@@ -20,7 +20,14 @@ from tests import forked
 from tests.models.hub_server import COMMIT, serving
 from trainwright.errors import UsageError
 from trainwright.models.hf import hf_model
-from trainwright.models.pretrained import Pretrained, find_folder, hub_model_of, pretrained_of, revision_of
+from trainwright.models.pretrained import (
+    Pretrained,
+    find_folder,
+    hub_model_of,
+    pretrained_of,
+    require_weights,
+    revision_of,
+)
 from trainwright.plan.trace.fake_tensors import fake_tensors
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")]
@@ -193,6 +200,15 @@ class Malicious:
 
     def __reduce__(self) -> Any:
         return Path.write_text, (self.path, "executed")
+
+
+@pytest.mark.parametrize("base", ["llama", None])
+def test_an_adapter_is_no_model(base: str | None, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
+    with pytest.raises(UsageError, match="holds an adapter") as raised:
+        require_weights(tmp_path)
+    remedy = raised.value.remedy or ""
+    assert "is_trainable=True" in remedy and ("llama" in remedy) == (base is not None) and "None" not in remedy
 
 
 def test_pickled_weights_are_refused_unread(saved: Path, tmp_path: Path) -> None:

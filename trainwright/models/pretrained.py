@@ -175,7 +175,9 @@ def require_weights(folder: Path) -> None:
         return
     if missing == "no config.json" and (folder / "adapter_config.json").is_file():
         base = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
-        raise UsageError(f"{folder} holds an adapter, not a model", remedy=f"name its base model: {base}")
+        remedy = f"name its base model{f', {base}' if base else ''}; to train the adapter further, load it with "
+        remedy += "peft (PeftModel.from_pretrained(base, folder, is_trainable=True)) and pass it to tw.fit"
+        raise UsageError(f"{folder} holds an adapter, not a model", remedy=remedy)
     pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
     if pickled and missing == f"no {WEIGHTS}":
         raise UsageError(
