@@ -151,6 +151,17 @@ def build_parts(loaded: Loaded, device: torch.device, planned: Checkpointing | N
     return prepare(Parts(model, train, val_sets, build_loss(loaded), notes), loaded, device, planned)
 
 
+def loss_by_name(use: str, args: Mapping[str, Any], source: Source) -> Callable[..., Any]:
+    """Return the loss with this name. ``args`` are passed to a class or factory, or bound to a function."""
+    loss: Callable[..., Any] = find(use, LOSSES, "loss", source)
+    if args and not inspect.isclass(loss) and takes_first(loss, "model"):
+        require_arguments(partial(loss, None, None), args, use, "loss", source)
+        return partial(loss, **args)
+    if args or inspect.isclass(loss):
+        loss = make(use, args, LOSSES, "loss", source)
+    return loss
+
+
 def build_loss(loaded: Loaded) -> Callable[..., Any]:
     """Return the loss of a recipe. Raises RecipeError if ``chunked`` is set and the loss has no such parameter.
 
@@ -158,12 +169,7 @@ def build_loss(loaded: Loaded) -> Callable[..., Any]:
     ``loss(model, batch, ...)``.
     """
     ask = loaded.recipe.loss
-    loss = find(ask.use, LOSSES, "loss", loaded.source)
-    if ask.args and not inspect.isclass(loss) and takes_first(loss, "model"):
-        require_arguments(partial(loss, None, None), ask.args, ask.use, "loss", loaded.source)
-        loss = partial(loss, **ask.args)
-    elif ask.args or inspect.isclass(loss):
-        loss = make(ask.use, ask.args, LOSSES, "loss", loaded.source)
+    loss = loss_by_name(ask.use, ask.args, loaded.source)
     has_chunks = "chunked" in parameters_of(loss)
     if ask.chunked == "auto" or not (ask.chunked or has_chunks):
         return loss

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from trainwright.assembly.assemble import Parts, build_dataset, build_loss
+from trainwright.assembly.assemble import Parts, build_dataset, build_loss, loss_by_name
 from trainwright.checkpoint.cursor import MicroBatch
 from trainwright.checkpoint.manifest import step_of
 from trainwright.checkpoint.store import read_best
@@ -32,9 +32,10 @@ from trainwright.engine.input_errors import explaining
 from trainwright.engine.loss import Batch, Loss, ModelLoss, called_with
 from trainwright.engine.metrics import NO_METRICS, MetricSet, joined, metric_set, on_host
 from trainwright.errors import UsageError, text_of
-from trainwright.recipe import DATASETS, Loaded, from_mapping, load
+from trainwright.recipe import DATASETS, Loaded, load
 from trainwright.recipe.resolve import LIVE, is_live, make
 from trainwright.recipe.schema import DEFAULT_BATCH_SIZE
+from trainwright.recipe.source import Source
 from trainwright.runs.folder import RunFolder, identity_of
 from trainwright.runs.storage import storage_error
 from trainwright.training.arguments import resolve_metrics
@@ -122,10 +123,9 @@ def _fitting(folder: RunFolder) -> Iterator[None]:
 
 
 def loss_of(chosen: ChosenModel, given: str | Callable[..., Loss | Tensor] | None) -> Callable[..., Loss | Tensor]:
-    """Return the passed loss, the loss of the result or of the run's recipe, or the loss that the model returns."""
+    """Return the passed loss, also by name, that of the result or of the recipe, or the loss that the model returns."""
     if isinstance(given, str):
-        any_run = {"until": "1steps", "model": "mlp", "data": {"train": "digits"}}
-        return build_loss(from_mapping({**any_run, "loss": given}, name="tw.evaluate"))
+        return loss_by_name(given, {}, Source("loss"))
     if given is not None:
         return given
     if chosen.loaded is None:
