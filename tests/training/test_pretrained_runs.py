@@ -17,9 +17,12 @@ from torch import Tensor, nn
 
 import trainwright as tw
 from tests import forked
+from tests.finetune.sets import chat, lines
+from tests.finetune.tokenizers import make_tokenizer
 from trainwright.commands.export import export
 from trainwright.commands.verify.resume import ResumeTrial, verify_resume
 from trainwright.errors import UsageError
+from trainwright.finetune.datasets import Chat
 from trainwright.recipe import load
 from trainwright.runs.folder import RunFolder
 from trainwright.training.result import Result
@@ -259,6 +262,25 @@ def test_a_peft_model_is_merged_and_exported_from_its_run(folder: Path, dora: bo
 
 
 # ── the export ─────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("added", [[], ["<tool>", "zzqx"]], ids=["as in the base", "with added tokens"])
+def test_an_export_has_the_tokenizer_of_the_data(folder: Path, added: list[str]) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    make_tokenizer().save_pretrained("base")
+    base_file = (folder / "base" / "tokenizer.json").read_bytes()
+    tokenizer = AutoTokenizer.from_pretrained("base")
+    tokenizer.add_tokens(added)
+    (folder / "chats.jsonl").write_bytes(lines([chat(at) for at in range(8)]))
+    model = AutoModelForCausalLM.from_pretrained("base")
+    model.resize_token_embeddings(len(tokenizer))
+    data = Chat("chats.jsonl", tokenizer=tokenizer, cache="cache", max_length=32, truncate="right")
+    result = tw.fit(model, data, "hf_causal_lm", steps=1, batch=8, quiet=True)
+    done = export(result.run, format="hf")
+    written = AutoTokenizer.from_pretrained(done.path)
+    assert written.get_vocab() == tokenizer.get_vocab() and written.chat_template == tokenizer.chat_template
+    assert ((done.path / "tokenizer.json").read_bytes() == base_file) == (not added)
 
 
 def test_the_model_card_states_the_run(folder: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -90,7 +91,11 @@ def _write_hub(folder: RunFolder, job: Job) -> None:
     try:
         draft.mkdir()
         if write_hub_files(model, draft):
-            if (template := _given_template(job.parts.train.dataset)) is not None:
+            dataset = job.parts.train.dataset
+            tokenizer = next(filter(None, _each_given(dataset, "tokenizer")), None)
+            if hasattr(tokenizer, "save_pretrained") and not _has_vocabulary(draft / "tokenizer.json", tokenizer):
+                tokenizer.save_pretrained(draft)  # tokens were added, or it is not that of the base model
+            if (template := next(filter(None, _each_given(dataset, "given_template")), None)) is not None:
                 (draft / CHAT_TEMPLATE).write_text(template, encoding="utf-8")
             draft.rename(folder.hub)
     except OSError as error:
@@ -99,13 +104,20 @@ def _write_hub(folder: RunFolder, job: Job) -> None:
         remove(draft)
 
 
-def _given_template(dataset: object) -> str | None:
-    """Return the chat template of a data set (packed or not) that replaces the tokenizer's; None if it has none."""
+def _each_given(dataset: object, name: str) -> Iterator[Any]:
+    """Yield the values of an attribute of a data set and of the one that it wraps, such as a packed one."""
     while dataset is not None:
-        if isinstance(found := getattr(dataset, "given_template", None), str):
-            return found
+        yield getattr(dataset, name, None)
         dataset = getattr(dataset, "dataset", None)
-    return None
+
+
+def _has_vocabulary(path: Path, tokenizer: Any) -> bool:
+    from tokenizers import Tokenizer
+
+    try:
+        return bool(Tokenizer.from_file(str(path)).get_vocab() == tokenizer.get_vocab())
+    except Exception:  # tokenizers has no other class of errors, for a missing file as well
+        return False
 
 
 def write_supervision(folder: RunFolder, job: Job) -> None:
