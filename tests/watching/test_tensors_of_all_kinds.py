@@ -93,3 +93,21 @@ def test_an_input_of_any_kind_is_recorded_or_left_out(kind: str) -> None:
     watch = run(Net(plainly), make)
     assert not watch.session.failures
     assert "loop.unseen" not in {each.code for each in watch.findings()}
+
+
+class Layers(nn.Module):
+    """A layer returns a nested tensor."""
+
+    def __init__(self, layout: torch.layout) -> None:
+        super().__init__()
+        self.layer, self.head, self.layout = nn.Linear(8, 16), nn.Linear(16, 3), layout
+
+    def forward(self, x: list[Tensor]) -> Tensor:
+        hidden = self.layer(torch.nested.as_nested_tensor(x, layout=self.layout))
+        return self.head(torch.nested.to_padded_tensor(hidden, 0.0).mean(1))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_a_layer_may_return_a_nested_tensor(layout: torch.layout) -> None:
+    torch.manual_seed(0)
+    assert not run(Layers(layout), several).session.failures

@@ -284,9 +284,10 @@ def histogram(rows: Tensor, low: int = LOWEST_EXPONENT, bins: int = NUM_BINS) ->
 
 
 def tensor_in(output: object) -> Tensor | None:
-    """Return the first floating-point tensor in the output of a module."""
+    """Return the first floating-point tensor in the output of a module; sparse and nested tensors do not count."""
     if isinstance(output, Tensor):
-        return output if output.is_floating_point() and output.numel() else None
+        readable = output.layout is torch.strided and not output.is_nested and output.is_floating_point()
+        return output if readable and output.numel() else None
     values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else ()
     return next((found for each in values if (found := tensor_in(each)) is not None), None)
 
