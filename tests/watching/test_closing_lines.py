@@ -125,3 +125,15 @@ def test_a_replay_that_always_fails_is_said_with_the_reason(capsys: Captured) ->
     assert re.search(
         r"^not replayed  6 of 6 recorded steps: ndarray has state that was not kept", said, re.MULTILINE
     ), said
+
+
+@pytest.mark.slow
+def test_a_loop_without_a_backward_pass_has_not_diverged(capsys: Captured) -> None:
+    model = net()
+    optimizer = sgd(model)
+    with tw.watch(model, optimizer, out=None):
+        for _ in range(8):
+            for parameter in model.parameters():
+                parameter.grad = torch.randn_like(parameter)
+            optimizer.step()
+    assert "verdict: finished without a warning: no loss was measured" in capsys.readouterr().err.splitlines()

@@ -492,16 +492,21 @@ def verdict_of(folder: RunFolder) -> RunVerdict:
 def losses_in(records: Iterable[Record]) -> list[tuple[int, float]]:
     """Return the training losses by step.
 
-    If a watched loop divides the losses of micro-batches for accumulation, their sum is returned instead of their mean.
+    Watched steps in which no loss was seen are left out. If a watched loop divides the losses of micro-batches for
+    accumulation, their sum is returned instead of their mean.
     """
     every = tuple(records)
     is_divided = next((parts > 1 for each in reversed(every) if (parts := divided_by(each))), False)
     by_step = {
         each.step: _sum_of_parts(each) if is_divided and isinstance(each, Watched) else each.loss
         for each in every
-        if isinstance(each, Step | Watched)
+        if isinstance(each, Step | Watched) and not _is_without_loss(each)
     }
     return [(step, by_step[step]) for step in sorted(by_step)]
+
+
+def _is_without_loss(step: Step | Watched) -> bool:
+    return isinstance(step, Watched) and math.isnan(step.loss) and not step.values.get("losses", True)
 
 
 def divided_by(record: Record) -> int:
