@@ -22,7 +22,8 @@ def term_dominates(run: RunContext) -> Results:
     replays of two of the first 8 steps.
 
     Exceptions: a term with a weight below 0.5, which is small on purpose; a term without targets, because a penalty or
-    a divergence may be 0 at the start.
+    a divergence may be 0 at the start; a term that another one of the same function and weight outweighs (the layers
+    of a style loss).
 
     Usual cause: a weight, or a sum instead of a mean, makes one term far larger. A clipped or adaptive update leaves no
     room for the other.
@@ -38,16 +39,16 @@ def term_dominates(run: RunContext) -> Results:
         return
     large, small = pairs[-1]
     ratio = large.shared / small.shared
+    other = f"another {small.name}" if small.name == large.name else small.name
     yield run.finding(
         seen[-1][0],
-        symptom=f"the gradient of {large.name} is {ratio:.0f} times that of {small.name} in weights of both",
-        cause=f"{large.name} weighs {abs(large.weight / small.weight):.4g} times as much as {small.name}; a clipped or "
-        "adaptive update leaves the other no effect",
+        symptom=f"the gradient of {large.name} is {ratio:.0f} times that of {other} in weights of both",
         remedy=f"multiply the weight of {large.name} by {1 / ratio:.2g}, so that both gradients have the same size",
         where=Where(op=large.name),
         evidence=[
             (f"gradient norm of {large.name}", large.shared, small.shared),
             ("ratio", round(ratio, 1), f"< {MAX_RATIO:.0f}"),
+            ("ratio of their weights", abs(large.weight / small.weight)),
         ],
     )
 
@@ -56,7 +57,7 @@ def _unbalanced(terms: tuple[TermFacts, ...]) -> tuple[TermFacts, TermFacts] | N
     """Returns the largest term and the smallest one with targets and a weight of at least 0.5; None if balanced."""
     large = max(terms, key=lambda term: term.shared)
     others = [t for t in terms if t is not large and abs(t.own) >= 0.5 and t.shared > 0]
-    small = min(
-        (t for t in others if t.name.endswith(TARGET_LOSS_SUFFIXES)), key=lambda term: term.shared, default=None
-    )
+    by_size = sorted((t for t in others if t.name.endswith(TARGET_LOSS_SUFFIXES)), key=lambda term: term.shared)
+    largest = {(each.name, each.own): each for each in by_size}  # of the same function and weight
+    small = min(largest.values(), key=lambda term: term.shared, default=None)
     return (large, small) if small and large.shared > MAX_RATIO * small.shared else None
