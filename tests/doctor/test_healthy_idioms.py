@@ -187,9 +187,51 @@ def between_rows() -> tw.Watch:
     return supervised(BetweenRows())
 
 
+class Packed(nn.Module):
+    """Attention within sequences that are packed into the rows, as given by their offsets, lengths or numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 48), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor, given: Tensor) -> Tensor:
+        rows = torch.arange(len(x))
+        ends = given.cumsum(0) if given[0] else given[1:]
+        number = given if len(given) == len(x) else torch.bucketize(rows, ends, right=True)
+        q, k, v = self.qkv(x).chunk(3, 1)
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=number[:, None] == number)
+        return self.out(mixed)  # type: ignore[no-any-return]
+
+
+def packed(form: Callable[[Tensor], Tensor]) -> tw.Watch:
+    model = Packed()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    with watched(model, optimizer) as watch:
+        for _ in range(16):
+            lengths = torch.randint(3, 9, (6,))
+            x = torch.randn(int(lengths.sum()), 8)
+            step(optimizer, F.cross_entropy(model(x, form(lengths)), x[:, :4].argmax(1)))
+    return watch
+
+
+def packed_with_offsets() -> tw.Watch:
+    return packed(lambda lengths: F.pad(lengths.cumsum(0), (1, 0)))
+
+
+def packed_with_lengths() -> tw.Watch:
+    return packed(lambda lengths: lengths)
+
+
+def packed_with_numbers() -> tw.Watch:
+    return packed(lambda lengths: torch.arange(len(lengths)).repeat_interleave(lengths))
+
+
 @pytest.mark.parametrize(
     "program",
     [
+        packed_with_offsets,
+        packed_with_lengths,
+        packed_with_numbers,
         partial_validation,
         equal_to_answers,
         of_an_environment,

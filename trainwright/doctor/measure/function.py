@@ -238,6 +238,8 @@ def why_related(passes: EvalPasses) -> str:
         return "a matrix relates each sample to each"
     if any(not x.is_floating_point() and x.dim() == 2 and x.shape[0] == 2 != size for x in (*inputs, *held)):
         return "a list of edges relates samples"
+    if any(_divides(x, size) for x in inputs):
+        return "several sequences are packed into the rows"
     if is_batch(session):
         return "the model takes all samples as one set" if are_one_set(passes) else ""
     if inputs[0].dim() == 2 and inputs[0].is_floating_point() and any(isinstance(m, SEQUENTIAL) for m in modules):
@@ -252,6 +254,15 @@ def why_related(passes: EvalPasses) -> str:
     if not any(t.dim() and not t.requires_grad and int(t.shape[0]) in lengths for t in targets):
         return "no target says what a sample is"
     return ""
+
+
+def _divides(x: Tensor, size: int) -> bool:
+    """Returns True for offsets, lengths or sorted numbers of sequences that are packed into ``size`` rows."""
+    if x.dim() != 1 or len(x) < 2 or x.dtype not in (torch.int32, torch.int64):
+        return False
+    if bool((x.diff() < 0).any()) or x[0] != 0:
+        return len(x) != size and int(x.sum()) == size
+    return int(x[-1]) == size or (len(x) == size and bool(x[-1] > 0))
 
 
 def is_batch(session: ReplaySession) -> bool:

@@ -12,8 +12,8 @@ def mixes_samples(run: RunContext, facts: FunctionFacts) -> Results:
     How it is detected: in eval mode, one sample is replaced by its neighbour, and the outputs of the others change by
     more than the measured rounding error.
 
-    Exceptions: batches whose rows may belong together (nodes of a graph, one set, the same rows in every step); a
-    statistic of the batch among many features, which changes little, is reported only with -v.
+    Exceptions: batches whose rows may belong together (nodes of a graph, packed sequences, one set, the same rows
+    in every step); a statistic of the batch among many features, which changes little, is reported only with -v.
 
     Usual cause: a `view` or `reshape` where a transpose was meant; a softmax (`dim=0`), mean or norm over the batch
     dimension; a recurrent or attention layer without `batch_first`, which treats samples as the steps of a sequence.
