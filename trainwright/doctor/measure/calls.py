@@ -130,6 +130,7 @@ class Calls(Probe):
         self._at_first = [_sample(p) for p in self._parameters[:MAX_WEIGHTS_SAMPLED]]
         self._seen: dict[int, Tensor] = {}
         self._missing: list[str] = []
+        self._trainable: set[int] = set()  # some loops freeze a discriminator while they train the generator
         self._were_trained = {name for name, p in self._named().items() if was_trained(p)}
         self._modules = watched.modules
         self._left = _LeftGradients(self._optimizers)
@@ -140,6 +141,7 @@ class Calls(Probe):
         self._since += 1
         if self._found.backwards <= BACKWARDS_READ:
             self._find_outside(losses)
+            self._trainable.update(id(p) for p in self._parameters if p.requires_grad)
         self._left.on_backward(losses)
 
     def on_gradients(self) -> None:
@@ -194,7 +196,8 @@ class Calls(Probe):
     def facts(self) -> CallsFacts:
         found, named = self._found, self._named() | self._outside
         missing = self._find_missing(named)
-        sizes = {name: p.numel() for name, p in named.items() if p.requires_grad}
+        held = self._held()
+        sizes = {name: p.numel() for name, p in named.items() if p.requires_grad or id(p) in held or name in missing}
         found.optimizers = tuple(map(self._about, self._optimizers))
         found.missing = tuple(missing)
         found.missing_outside = bool(missing) and set(missing) <= self._outside.keys()
@@ -229,12 +232,15 @@ class Calls(Probe):
         common = itertools.takewhile(lambda each: len(set(each)) == 1, zip(*parts))
         return OptimizerFacts(len(held), stale, groups, ".".join(each[0] for each in common))
 
+    def _held(self) -> set[int]:
+        return {id(p) for optimizer in self._known.values() for p in owned_by(optimizer)}
+
     def _find_missing(self, named: dict[str, Tensor]) -> list[str]:
         """Returns names of parameters that have a gradient, are in no optimizer and did not change since the last
         call.
         """
-        held = {id(p) for optimizer in self._known.values() for p in owned_by(optimizer)}
-        outside = {name: p for name, p in named.items() if id(p) not in held and p.requires_grad}
+        held, trainable = self._held(), self._trainable
+        outside = {n: p for n, p in named.items() if id(p) not in held and (p.requires_grad or id(p) in trainable)}
         graded = [p.grad for p in self._parameters if p.grad is not None] if outside else []
         largest, found = max(map(_largest, graded), default=0.0), []
         for name, p in outside.items():

@@ -108,6 +108,26 @@ def test_parameters_and_optimizers_that_do_not_belong_together() -> None:
     assert "optim.stale_params" in trained(usual, model=other, optimizer=Adam(model.parameters(), 1e-2))
 
 
+@pytest.mark.parametrize("is_wrong", [True, False], ids=["generator", "discriminator"])
+def test_the_optimizer_of_a_discriminator_that_is_frozen_in_turns(is_wrong: bool) -> None:
+    torch.manual_seed(0)
+    generator, critic = nn.Linear(2, 4), nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    of_critic = Adam((generator if is_wrong else critic).parameters(), 1e-3)
+    of_generator = Adam(generator.parameters(), 1e-3)
+    with tw.watch([generator, critic], [of_generator, of_critic], out=None, quiet=True) as watch:
+        for _ in range(16):
+            generator.requires_grad_(False), critic.requires_grad_(True)
+            critic.zero_grad()
+            loss = F.softplus(-critic(torch.randn(8, 4) + 1)) + F.softplus(critic(generator(torch.randn(8, 2))))
+            loss.mean().backward()
+            of_critic.step()
+            generator.requires_grad_(True), critic.requires_grad_(False)
+            generator.zero_grad()
+            F.softplus(-critic(generator(torch.randn(8, 2)))).mean().backward()
+            of_generator.step()
+    assert ("optim.params_missing" in alarms(watch)) == is_wrong
+
+
 def test_the_trial_trains_the_missing_parameters_and_restores_the_optimizer() -> None:
     model = mlp()
     optimizer = Adam(model[2:].parameters(), 1e-2)
