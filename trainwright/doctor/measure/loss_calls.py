@@ -511,16 +511,19 @@ class LossCalls:
 
     def _record_product(self, a: Tensor, b: Tensor, result: Tensor) -> None:
         """Detects entropies (p log p), and advantages with a graph that weight log-probabilities."""
-        if not (a.requires_grad and b.requires_grad) or a.shape != b.shape or not a.dim():
+        if not (a.requires_grad and b.requires_grad) or a.numel() != b.numel():
             return
         sources = [self._number_of(each) for each in (a, b)]
-        if sources[0] == sources[1] and a is not b:
+        if sources[0] == sources[1] and a is not b and a.dim() and a.shape == b.shape:
             site = self._site("entropy", shape=tuple(a.shape))
             if site is not None:
                 self._record_gradient(site, result)
         for one, other in ((a, b), (b, a)):
             node = other.grad_fn
-            if made_by(one, "GatherBackward0") is None or type(node).__name__ not in (
+            chosen = made_by(one, "GatherBackward0", "NegBackward0")
+            if chosen is not None and type(chosen).__name__ == "NegBackward0":
+                chosen = made_by(chosen.next_functions[0][0], "GatherBackward0")
+            if chosen is None or type(node).__name__ not in (
                 "SubBackward0",
                 "RsubBackward1",
             ):

@@ -81,9 +81,9 @@ VIEW_NODES = (
 )  # fmt: skip
 
 
-def made_by(tensor: Tensor, *names: str) -> Node | None:
-    """Returns the node that computed a tensor, without views and copies, if its name begins with one of ``names``."""
-    node = tensor.grad_fn
+def made_by(value: Tensor | Node | None, *names: str) -> Node | None:
+    """Returns the node that computed a value, without views and copies, if its name begins with one of ``names``."""
+    node = value.grad_fn if isinstance(value, Tensor) else value
     for _ in range(8):
         if node is None or type(node).__name__.startswith(names):
             return node
