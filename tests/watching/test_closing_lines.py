@@ -14,6 +14,7 @@ from torch import nn
 
 import trainwright as tw
 from tests.watching.loops import X, Y, net, sgd
+from trainwright.recorder.recording import LONGEST
 
 Captured = pytest.CaptureFixture[str]
 
@@ -137,3 +138,15 @@ def test_a_loop_without_a_backward_pass_has_not_diverged(capsys: Captured) -> No
                 parameter.grad = torch.randn_like(parameter)
             optimizer.step()
     assert "verdict: finished without a warning: no loss was measured" in capsys.readouterr().err.splitlines()
+
+
+@pytest.mark.slow
+def test_a_step_of_too_many_operations_is_not_replayed(capsys: Captured) -> None:
+    model = nn.Linear(X.shape[1], 1)
+    optimizer = sgd(model)
+    with tw.watch(model, optimizer, out=None):
+        loss = torch.stack([(model(X[0]) + 1).square() for _ in range(LONGEST // 2)]).mean()
+        loss.backward()
+        optimizer.step()
+    said = capsys.readouterr().err.splitlines()
+    assert "not replayed  1 of 1 recorded steps: a step has more than 4,096 operations" in said

@@ -113,14 +113,18 @@ class LoopRecorder(GradientRecorder):
         step = self.current
         if len(step.events) > LONGEST:
             del step.events[: LONGEST // 2]
-        if len(step.program) > LONGEST or self.tape.num_bytes > self.budget_bytes:
+        is_long = len(step.program) > LONGEST
+        if is_long or self.tape.num_bytes > self.budget_bytes:
             step.program.clear()
             step.losses.clear()
             step.grad_losses.clear()
             step.ids.clear()
             self.tape.forget()
             self.tape.num_bytes = 0
-            step.blind = "a step needs more memory than the recorder may use"
+            limit = (
+                f"has more than {LONGEST:,} operations" if is_long else "needs more memory than the recorder may use"
+            )
+            step.blind = f"a step {limit}"
 
     def on_output(self, root: nn.Module, output: object) -> None:
         if self._call is None:
