@@ -105,8 +105,8 @@ class Listener:
     def on_saved(self, value: object) -> None:
         """Called after ``torch.save``."""
 
-    def on_seeded(self) -> None:
-        """Called after ``torch.manual_seed``."""
+    def on_seeded(self, generator: str, is_restored: bool) -> None:
+        """Called after the loop has seeded the default generator of torch, numpy or random, or restored its state."""
 
     def on_copied(self, tensor: Tensor) -> None:
         """Called when a tensor is deep-copied."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
+import numpy
 import torch
 from torch import Tensor, nn
 
@@ -52,6 +54,10 @@ def _saved(result: object, obj: object, *args: object, **kwargs: object) -> tupl
     return (obj,)
 
 
+def _seeded(generator: str, *, is_restored: bool) -> Callable[[TorchFunction], TorchFunction]:
+    return _outermost("on_seeded", lambda *_, **__: (generator, is_restored))
+
+
 def _wrap_deepcopy(original: TorchFunction) -> TorchFunction:
     def deepcopy(self: Tensor, memo: object) -> object:
         tell("on_copied", self)
@@ -65,7 +71,13 @@ OBJECT_WRAPPERS: tuple[tuple[object, str, Callable[[TorchFunction], TorchFunctio
     (nn.Module, "state_dict", _outermost("on_state_dict", _state)),
     (nn.Module, "load_state_dict", _outermost("on_loaded", _loaded)),
     (torch, "save", _outermost("on_saved", _saved)),
-    (torch, "manual_seed", _outermost("on_seeded", lambda result, *_, **__: ())),
+    (torch, "manual_seed", _seeded("torch", is_restored=False)),
+    (torch, "set_rng_state", _seeded("torch", is_restored=True)),
+    (torch.random, "set_rng_state", _seeded("torch", is_restored=True)),
+    (numpy.random, "seed", _seeded("numpy", is_restored=False)),
+    (numpy.random, "set_state", _seeded("numpy", is_restored=True)),
+    (random, "seed", _seeded("random", is_restored=False)),
+    (random, "setstate", _seeded("random", is_restored=True)),
     (Tensor, "__deepcopy__", _wrap_deepcopy),
 )
 """Owner, name and wrapper of each function that ``hooks`` replaces."""

@@ -121,7 +121,8 @@ class SteadinessFacts:
     repeats: int = 0  # Number of steps that began in the random state of an earlier step
     since_repeat: int = 0  # The first such step
     repeated_step: int = 0  # The earlier step with the same state
-    seeded_at: str | None = None  # Line of the last ``torch.manual_seed`` in the loop
+    seeded_at: str | None = None  # The last line of the loop that seeded a default generator
+    seeded_alike: int = 0  # Steps in a row in which it was seeded and drew numbers, with the same state at their end
 
 
 @dataclass(frozen=True, kw_only=True)

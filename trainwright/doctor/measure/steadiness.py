@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import zlib
+from collections.abc import Callable
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -30,11 +33,20 @@ class Steadiness(Probe):
         self._before: int | None = None  # state at the start of the previous examined step
         self._drew = False  # whether that step drew numbers
         self._states: dict[int, int] = {}  # the first step that began in each state
+        self._fresh: dict[str, int] = {}  # digests of the states right after they were seeded in this step
+        self._drawn: dict[str, int] = {}  # those at the end of the step before, if numbers were drawn from them
+        self._alike = 0
 
-    def on_seeded(self) -> None:
-        self._found.seeded_at = caller()
+    def on_seeded(self, generator: str, is_restored: bool) -> None:
+        if not is_restored:
+            self._found.seeded_at = caller()
+        self._fresh[generator] = _STATES[generator]()
 
     def on_closed(self, step: RecordedStep) -> None:
+        fresh, self._fresh = self._fresh, {}
+        drawn = {name: now for name, seeded in fresh.items() if (now := _STATES[name]()) != seeded}
+        self._alike = self._alike + 1 if drawn and drawn == self._drawn else 0
+        self._drawn, self._found.seeded_alike = drawn, max(self._found.seeded_alike, self._alike)
         if not step.calls or (step.step > self._close_until and step.step % INTERVAL_STEPS):
             return
         begin, on_device = step.calls[0].rng
@@ -62,6 +74,18 @@ class Steadiness(Probe):
     def facts(self) -> SteadinessFacts:
         self.urgent = False
         return self._found
+
+
+def _state_of_numpy() -> int:
+    inner = numpy.random.get_state(legacy=False)["state"]
+    return hash((zlib.crc32(inner["key"].data), inner["pos"]))
+
+
+_STATES: dict[str, Callable[[], int]] = {
+    "torch": lambda: zlib.crc32(torch.default_generator.get_state().numpy().data),
+    "numpy": _state_of_numpy,
+    "random": lambda: hash(random.getstate()),
+}
 
 
 def _digest(state: Tensor, on_device: Tensor | None) -> int:

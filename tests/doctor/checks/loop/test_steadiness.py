@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -61,6 +63,55 @@ def test_a_preview_between_steps(preview: Callable[[], object], draws: bool, fou
             noise = torch.randn_like(x) if draws else 0.1 * x
             optimizer.zero_grad()
             (model(x + noise) - noise).square().mean().backward()
+            optimizer.step()
+    assert ("loop.random_state_repeats" in {each.code for each in watch.findings()}) == found
+
+
+def constant_seed(step: int) -> float:
+    numpy.random.seed(0)
+    return float(numpy.random.rand())
+
+
+def constant_seed_of_python(step: int) -> float:
+    random.seed(0)
+    return random.random()
+
+
+def seed_of_the_step(step: int) -> float:
+    numpy.random.seed(step)
+    return float(numpy.random.rand())
+
+
+def seed_without_draws(step: int) -> float:
+    numpy.random.seed(0)
+    return 1.0
+
+
+def state_is_restored(step: int) -> float:
+    state = numpy.random.get_state()
+    numpy.random.seed(0)
+    drawn = float(numpy.random.rand())
+    numpy.random.set_state(state)
+    return drawn
+
+
+@pytest.mark.parametrize(
+    ("draw", "found"),
+    [
+        (constant_seed, True),
+        (constant_seed_of_python, True),
+        (seed_of_the_step, False),
+        (seed_without_draws, False),
+        (state_is_restored, False),
+    ],
+)
+def test_a_transform_that_seeds(draw: Callable[[int], float], found: bool) -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with tw.watch(model, optimizer, out=None, quiet=True, examine="listen") as watch:
+        for step in range(16):
+            optimizer.zero_grad()
+            model(torch.randn(8, 4) * draw(step)).square().mean().backward()
             optimizer.step()
     assert ("loop.random_state_repeats" in {each.code for each in watch.findings()}) == found
 
