@@ -381,28 +381,48 @@ def padding(passes: EvalPasses) -> tuple[Deviation | None, str]:
         place = _padded_row(ids)
         if place is None:
             continue
-        row, length, filler = place
-        rows = [row, row]
+        row, kept, filler = place
+        length, is_at_end, rows = int(ids.shape[1]), kept.start == 0, [row, row]
+        change = Intervention(inputs=_cut(length, kept.stop)) if is_at_end else Intervention(ops=_filled(kept))
         try:
             whole = passes.run(Intervention(rows=rows))
-            cut = passes.run(Intervention(rows=rows, inputs=_cut(int(ids.shape[1]), length)))
+            other = passes.run(replace(change, rows=rows))
         except Exception:
             continue  # the model requires this length
-        pairs = [pair for a, b in zip(whole, cut) if (pair := _common(a, b, int(ids.shape[1]), length)) is not None]
+        pairs = [pair for a, b in zip(whole, other) if (pair := _common(a, b, length, kept)) is not None]
         if pairs:
             amount = max_distance([a for a, _ in pairs], [b for _, b in pairs])
-            return Deviation(amount, passes.limit), _declared(passes, ids, filler)
+            return Deviation(amount, passes.limit), _declared(passes, ids, filler, is_at_end)
     return None, ""
 
 
-def _padded_row(ids: Tensor) -> tuple[int, int, int] | None:
-    """Returns the row with the most padding at its end, its length without it, and the padding value."""
-    if (found := padding_of(ids)) is None or not bool(found[1][:, -1].any()):
+def _padded_row(ids: Tensor) -> tuple[int, slice, int] | None:
+    """Returns the row with the most padding, the positions without it, and the padding value."""
+    if (found := padding_of(ids)) is None or (ids.is_floating_point() and not bool(found[1][:, -1].any())):
         return None
-    filler, runs = found[0], found[1].sum(1)
-    kept = int(ids.shape[1]) - runs
-    row = int(torch.where(kept >= 2, runs, 0).argmax())
-    return (row, int(kept[row]), filler) if int(runs[row]) >= 2 and int(kept[row]) >= 2 else None
+    filler, runs, length = found[0], found[1].sum(1), int(ids.shape[1])
+    row = int(torch.where(length - runs >= 2, runs, 0).argmax())
+    run = int(runs[row])
+    kept = slice(0, length - run) if bool(found[1][row, -1]) else slice(run, length)
+    return (row, kept, filler) if 2 <= run <= length - 2 else None
+
+
+def _filled(kept: slice) -> Callable[[TorchFunction, Args, Kwargs], object]:
+    """Returns a handler that gives the padding before ``kept`` the embedding of the first token after it.
+
+    Cutting it off would also move the other tokens to other positions.
+    """
+
+    def call(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
+        result = function(*args, **kwargs)
+        if function_name(function) == "embedding" and isinstance(result, Tensor) and result.shape[1:2] == (kept.stop,):
+            ids = args[0]
+            if isinstance(ids, Tensor) and bool((ids[:, : kept.start] == ids[:1, :1]).all()):
+                result = result.clone()
+                result[:, : kept.start] = result[:, kept.start : kept.start + 1]
+        return result
+
+    return call
 
 
 def _cut(length: int, kept: int) -> InputHandler:
@@ -417,17 +437,22 @@ def _cut(length: int, kept: int) -> InputHandler:
     return change_leaves(change)
 
 
-def _common(whole: Tensor, cut: Tensor, length: int, kept: int) -> tuple[Tensor, Tensor] | None:
+def _common(whole: Tensor, other: Tensor, length: int, kept: slice) -> tuple[Tensor, Tensor] | None:
     """Returns the common part of two outputs: all of them, or the positions without padding."""
-    if whole.shape == cut.shape:
-        return whole, cut
-    dims = [n for n, (a, b) in enumerate(zip(whole.shape, cut.shape)) if (a, b) == (length, kept)]
-    short = whole.narrow(dims[0], 0, kept) if len(dims) == 1 else whole
-    return (short, cut) if short.shape == cut.shape else None
+    size = kept.stop - kept.start
+    if whole.shape == other.shape and (kept.start == 0 or (length not in whole.shape and whole.dim() < 3)):
+        return whole, other
+    dims = [n for n, (a, b) in enumerate(zip(whole.shape, other.shape)) if a == length and b in (length, size)]
+    if len(dims) != 1:
+        return None
+    short, same = (x.narrow(dims[0], kept.start, size) if x.shape[dims[0]] == length else x for x in (whole, other))
+    return (short, same) if short.shape == same.shape else None
 
 
-def _declared(passes: EvalPasses, ids: Tensor, filler: int) -> str:
+def _declared(passes: EvalPasses, ids: Tensor, filler: int, is_at_end: bool) -> str:
     """Returns the part of the model or input that declares padding; "" without one.
+
+    If it precedes the tokens, a mask that the model makes is none: it may be for the loss of a recurrent model.
 
     A zero vector for padding (``padding_idx``) or targets without padding are no declaration. Models that use padding
     on purpose (a convolution with a maximum, a mean, a recurrent layer) usually have them, too.
@@ -437,10 +462,14 @@ def _declared(passes: EvalPasses, ids: Tensor, filler: int) -> str:
         lengths = [x for x in passes.session.inputs if x.shape == kept.shape and not x.is_floating_point()]
         return "lengths among the inputs" if any(bool((x.to(kept) >= kept).all()) for x in lengths) else ""
     masks = [x for x in passes.session.inputs if x is not ids and x.shape == ids.shape]
-    if any(bool((x == 1).all()) for x in masks) and _is_certain(ids, filler):
+    if any(bool((x == 1).all()) for x in masks) and _is_certain(ids if is_at_end else ids.flip(1), filler):
         return MASK_OF_ONES
     if any(int(((x != 0) != (ids != filler)).sum()) in (0, ids.numel()) for x in masks):
         return "a mask among the inputs"
+    if not is_at_end:
+        is_token = (ids != filler).long()
+        positions = (is_token.cumsum(1) - 1).clamp(min=0)
+        return "positions that begin after it" if any(torch.equal(x * is_token, positions) for x in masks) else ""
     return "a mask that the model makes" if _is_compared(passes, ids, filler) else ""
 
 
@@ -495,10 +524,16 @@ def padded(session: ReplaySession) -> PaddedFacts:
     """Replays the forward pass in eval mode without the padding of a row."""
     if not any(_padded_row(ids) for ids in session.inputs):
         return PaddedFacts()
-    passes = EvalPasses(session)
+    passes = EvalPasses(session, is_quick=True)
     with passes.in_one_stage():
-        again, _ = _again(passes)
-        return PaddedFacts() if again.is_real else PaddedFacts(*padding(passes))
+        found = PaddedFacts(*padding(passes))
+    if found.padding is None or not found.padding.amount:
+        return found
+    with session.replayer.deadline.extended():
+        passes = EvalPasses(session)
+        with passes.in_one_stage():
+            again, _ = _again(passes)
+            return PaddedFacts() if again.is_real else PaddedFacts(*padding(passes))
 
 
 @contextmanager

@@ -327,14 +327,17 @@ class Encoder(nn.Module):
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         h = self.embedding(ids)
-        seen, _ = self.attention(h[:, :1], h, h, key_padding_mask=mask == 0)
+        last = torch.arange(len(ids)), mask.shape[1] - 1 - ids.flip(1).ne(0).long().argmax(1)
+        seen, _ = self.attention(h[last][:, None], h, h, key_padding_mask=mask == 0)
         made: Tensor = self.head(seen[:, 0])
         return made
 
 
+@pytest.mark.parametrize("is_left", [True, False])
 @pytest.mark.parametrize("of_ones", [True, False])
-def test_an_attention_mask_of_ones(of_ones: bool) -> None:
+def test_an_attention_mask_of_ones(of_ones: bool, is_left: bool) -> None:
     def loss(model: nn.Module, ids: Tensor, y: Tensor) -> Tensor:
+        ids = ids.flip(1) if is_left else ids
         return F.cross_entropy(model(ids, torch.ones_like(ids) if of_ones else (ids != 0).long()), y)
 
     watch = watched(Encoder(), loss=loss, inputs=padded)

@@ -4,13 +4,14 @@ from trainwright.doctor.facts.layers import MASK_OF_ONES, PaddedFacts
 
 @check(stage="forward", confidence=0.8, since_step=1)
 def padding_changes_output(run: RunContext, facts: PaddedFacts) -> Results:
-    """The output for a sequence depends on how much padding follows it.
+    """The output for a sequence depends on its padding.
 
-    How it is detected: the padding at the end of a row is cut off in eval mode, and the outputs of the row change by
-    more than rounding.
+    How it is detected: in eval mode, the padding at the end of a row is cut off, or padding before the tokens gets
+    another embedding. The outputs of the row change by more than rounding.
 
     Exceptions: reported only with -v if nothing declares the padding: no mask, no lengths, no comparison such as
-    `ids != pad_id`.
+    `ids != pad_id`. For padding before the tokens, only a mask or positions among the
+    inputs declare it.
 
     Usual cause: the last state of a recurrent layer is read after the padding instead of at the end of the sequence; or
     attention or a mean includes the padding.
@@ -18,7 +19,7 @@ def padding_changes_output(run: RunContext, facts: PaddedFacts) -> Results:
     Fix: `pack_padded_sequence(x, lengths, enforce_sorted=False)`, or `states[torch.arange(B), lengths - 1]`; pass the
     mask to every layer that reads along the row.
 
-    Sources: keitakurita/practical-torchtext#5, ray-project/ray#21392.
+    Sources: keitakurita/practical-torchtext#5, ray-project/ray#21392, NVIDIA-NeMo/Automodel#3704.
     """
     if facts.padding is None:
         yield NotApplicable("no input has padding at its ends")
