@@ -119,3 +119,20 @@ def test_gradients_left_by_another_turn(step: Callable[[Loop], None], expected: 
             step(loop)
     assert watch.session.failures == []
     assert [found.severity for found in watch.findings() if found.code == CODE] == expected
+
+
+@pytest.mark.parametrize("is_cleared", [True, False])
+def test_gradients_of_a_pass_before_the_loop(is_cleared: bool) -> None:
+    torch.manual_seed(0)
+    model = _mlp(4, 1)
+    optimizer = _adam(model)
+    model(torch.randn(16, 4)).square().mean().backward()
+    if is_cleared:
+        model.zero_grad()
+    with tw.watch(model, optimizer, out=None, quiet=True) as watch:
+        for _ in range(12):
+            model(torch.randn(16, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    found = [each for each in watch.findings() if each.code == CODE]
+    assert [(each.step, each.severity) for each in found] == ([] if is_cleared else [(1, "warning")])

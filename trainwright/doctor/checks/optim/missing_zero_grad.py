@@ -24,7 +24,8 @@ def missing_zero_grad(run: RunContext, latest: CallsFacts, exams: Every[CallsFac
 
     How it is detected: at two examinations, gradients exist when a step begins, and no `zero_grad()` comes before the
     update uses them. Or, in four updates of one of several optimizers, its parameters still hold gradients of another
-    loss, such as the discriminator's from the loss of the generator.
+    loss, such as the discriminator's from the loss of the generator. Or gradients exist when the first step begins and its
+    update uses them, and later steps begin without gradients (a warning).
 
     Exceptions: declared accumulation (`tw.watch(..., accumulation=8)`), and gradients that the loop writes itself
     before each update.
@@ -40,7 +41,8 @@ def missing_zero_grad(run: RunContext, latest: CallsFacts, exams: Every[CallsFac
     Sources: FoundationVision/OmniTokenizer#15, Lightning-AI/pytorch-lightning#557.
     """
     carried: dict[int, list[tuple[int, float]]] = {}
-    by_step = {each.step: each for each in run.steps[1:]}
+    by_step = {each.step: each for each in run.steps}
+    before_first: dict[int, float] = {}
     for step, facts in exams:
         record = by_step.get(step)
         for number, norm in enumerate(facts.carried):
@@ -50,7 +52,10 @@ def missing_zero_grad(run: RunContext, latest: CallsFacts, exams: Every[CallsFac
                 and norm > 1e-12 * max(record.grad_norm, 1e-30)
                 and _keeps(record, number)
             ):
-                carried.setdefault(number, []).append((step, norm))
+                if record is run.steps[0]:
+                    before_first[number] = norm
+                else:
+                    carried.setdefault(number, []).append((step, norm))
     declared = (latest and latest.accumulation) or 1
     for number, seen in carried.items():
         if len(seen) < 2 or (declared > 1 and any(kinds(each, "zero_grad") for each in run.steps)):
@@ -65,6 +70,20 @@ def missing_zero_grad(run: RunContext, latest: CallsFacts, exams: Every[CallsFac
             evidence=[
                 ("norm of gradients left from before the step", norm, 0.0),
                 ("norm at the update", by_step[step].grad_norm),
+            ],
+        )
+    if before_first and not carried and declared == 1 and len(exams) > 1 and latest and not latest.moved:
+        number, norm = next(iter(before_first.items()))
+        yield run.finding(
+            run.steps[0].step,
+            symptom="the first update also contains gradients from before the first step",
+            cause="a backward pass before the loop, such as a test or a debug pass, left its gradients",
+            remedy="call `optimizer.zero_grad()` before the loop, or before each `backward()`",
+            severity="warning",
+            sure=0.9,
+            evidence=[
+                ("norm of gradients left from before the step", norm, 0.0),
+                ("norm at the update", run.steps[0].grad_norm),
             ],
         )
     for number, count in enumerate(latest.with_left if latest else ()):
