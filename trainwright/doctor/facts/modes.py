@@ -52,6 +52,9 @@ class DropsFacts:
     drops: tuple[Drop, ...] = ()
 
 
+MIN_STILL = 2  # Evaluations in a row that equal the one before
+
+
 @dataclass(frozen=True, kw_only=True)
 class EvaluationFacts:
     """One evaluation."""
@@ -59,6 +62,9 @@ class EvaluationFacts:
     experiment: ClassVar[str] = "evaluation"
     after: int  # The last step before it
     rows: int  # Number of rows
+    still: int = 0  # Evaluations in a row whose outputs equal those of the one before, though the weights have moved
+    still_at: str | None = None  # Line of one of them
+    is_copy: bool = False  # They evaluate another module than the trained one
     renamed: RenamedClasses | None = (
         None  # Classes whose samples are predicted as another class, each class as a different one
     )

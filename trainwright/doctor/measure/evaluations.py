@@ -13,12 +13,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from trainwright.doctor.facts.modes import EvaluationFacts, RenamedClasses
+from trainwright.doctor.facts.modes import MIN_STILL, EvaluationFacts, RenamedClasses
 from trainwright.recorder.comparisons import ComparedOutputs, Site
 from trainwright.recorder.copies import is_a_copy
 from trainwright.recorder.hooks import listening_to_calls
 from trainwright.recorder.part_calls import PartCalls
-from trainwright.recorder.plain_tensors import rows_of
+from trainwright.recorder.plain_tensors import plain, rows_of
 from trainwright.recorder.probes import Probe, WatchedObjects, WatchSite
 from trainwright.recorder.program import RecordedStep, tensors_of
 from trainwright.recorder.user_types import Args, Kwargs, Loader
@@ -54,6 +54,12 @@ class Evaluations(Probe):
         # (target, prediction) -> samples, for each pass over a loader
         self._counts: dict[tuple[Site | None, int], Tensor] = {}
         self._num_iterators = 0
+        # Of the first pass of each model in an evaluation, by call site and place among the models that it calls: the
+        # versions of the weights, the sums of inputs and outputs, and whether they equal those of the last evaluation
+        self._first: dict[tuple[Site, int], tuple[int, Tensor]] = {}
+        self._same: dict[tuple[Site, int], bool] = {}
+        self._called: dict[Site, list[int]] = {}
+        self._still, self._is_copy = 0, False
 
     def begin(self, site: WatchSite) -> None:
         self._sites.follow = self._observe
@@ -88,10 +94,23 @@ class Evaluations(Probe):
         self._parts.is_inside = False
         if self._site is not None and output is not None:
             self._outputs.returned(output, self._given, self._site)
+            called = self._called.setdefault(self._site, [])
+            if id(root) not in called and len(called) < MAX_COPIES:
+                called.append(id(root))
+                self._compare((self._site, len(called)), root, tensors_of((self._given, output), 6))
             self._outputs.start()
             self._parts.open(root)
         elif self._in_step and self._outputs.are_there:  # a loss may use outputs from before the step
             self._outputs.start()
+
+    def _compare(self, key: tuple[Site, int], root: nn.Module, tensors: list[Tensor]) -> None:
+        """Compares inputs and outputs with the last ones, if weights have moved since. Synchronizes with the device."""
+        self._is_copy = not any(root is each for each in self._roots)
+        weights = [p for each in (self._roots if self._is_copy else [root]) for p in each.parameters()]
+        version = sum(p._version for p in weights if not p.is_inference())
+        sums = torch.stack([each.detach().double().sum().cpu() for each in plain(tensors)])
+        before, self._first[key] = self._first.get(key), (version, sums)
+        self._same[key] = before is not None and before[0] != version and torch.equal(before[1], sums)
 
     def on_backward_called(self) -> None:
         if self._outputs.pushed:
@@ -170,7 +189,19 @@ class Evaluations(Probe):
             found = (_renamed(counts, site) for (site, _), counts in self._counts.items())
             renamed = next((each for each in found if each is not None), None)
             self.urgent |= renamed is not None and (self._facts is None or self._facts.renamed is None)
-            self._facts = EvaluationFacts(after=self._steps, rows=sum(rows), renamed=renamed)
+            same = [is_same for (site, _), is_same in self._same.items() if site in self._sites]
+            self._still = self._still + 1 if same and all(same) else 0
+            self.urgent |= self._still == MIN_STILL
+            self._facts = EvaluationFacts(
+                after=self._steps,
+                rows=sum(rows),
+                still=self._still,
+                still_at=source_of(next(iter(self._rows))),
+                is_copy=self._is_copy,
+                renamed=renamed,
+            )
+        self._same.clear()
+        self._called.clear()
         self._outputs.forget()
         self._counts.clear()
         self._rows.clear()
