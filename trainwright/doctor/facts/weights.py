@@ -36,6 +36,9 @@ class WeightsFacts:
     updates_before: int = 0  # Updates that the state of an optimizer counted before the first step
     frozen_at_random: str = ""  # Path of the last linear layer if it is frozen with the values of an initialisation
     frozen_outputs: int = 0  # Number of its outputs
+    idle_outputs: tuple[int, ...] = ()  # Outputs of the last layer that had no gradient in the first 32 steps
+    idle_module: str = ""  # Path of that layer
+    outputs: int = 0  # Number of its outputs
 
 
 def unchanged_since(run: RunContext, names: Sequence[str], step: int) -> list[str] | None:

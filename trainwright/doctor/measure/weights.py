@@ -8,18 +8,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from trainwright.checkpoint.checksums import start_checksums
 from trainwright.checkpoint.names import named_parameters
 from trainwright.doctor.facts.weights import MAX_NAMES, WeightsFacts
+from trainwright.doctor.measure.tensors import leaves_among, made_by, nodes_behind
 from trainwright.recorder.probes import Probe, WatchedObjects, WatchSite
-from trainwright.recorder.program import OptimizerStep, RecordedStep
+from trainwright.recorder.program import OptimizerStep, RecordedStep, tensors_of
 from trainwright.recorder.ranks import own_part
+from trainwright.recorder.user_types import Args
 
 MAX_WRITES_OF_INITIALIZATION = 16
 """Writes to a weight before the first step. Creation, initialization and loading take fewer."""
 
 
+OUTPUT_STEPS = 32  # Steps in which the gradients of the output layers are read
+MAX_OUTPUT_WEIGHTS = 1 << 18  # Elements of an output layer that is read
 MIN_FRESH_WEIGHTS = 128  # Weights of a layer whose distribution is compared with that of an initialisation
 
 
@@ -45,6 +50,9 @@ class MovingWeights(Probe):
         self._found = WeightsFacts()
         self._updates_then = self._examined_at = 0
         self._rate = 0.0
+        # the weights of output layers, with the units that had a gradient in any step, and in all steps
+        self._outputs: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        self._is_edited = False
 
     def begin(self, site: WatchSite) -> None:
         self._last = self._checksums()
@@ -58,8 +66,26 @@ class MovingWeights(Probe):
         if fresh and len(fresh) < len(frozen) and fresh[-1] == layers[-1][0]:  # not a network of random features
             self._found.frozen_at_random, self._found.frozen_outputs = fresh[-1], layers[-1][1].out_features
 
+    def on_output(self, root: nn.Module, output: object) -> None:
+        if self._found.steps < 2 and torch.is_grad_enabled():
+            for each in tensors_of(output, 3):
+                for p in _weights_of_output(each):
+                    if len(p) > 1 and p.numel() <= MAX_OUTPUT_WEIGHTS:
+                        alive = torch.zeros(len(p), dtype=torch.bool, device=p.device)
+                        self._outputs.setdefault(id(p), (p, alive, ~alive))
+
+    def on_step(self, optimizer: Optimizer, args: Args) -> None:
+        for p, in_any, in_all in self._outputs.values() if self._found.steps < OUTPUT_STEPS else ():
+            if p.grad is not None and not p.grad.is_sparse:
+                alive = (p.grad.detach() != 0).flatten(1).any(1)
+                in_any |= alive
+                in_all &= alive
+
     def on_closed(self, step: RecordedStep) -> None:
         found = self._found
+        self._is_edited |= "edited" in step.values
+        if step.step == OUTPUT_STEPS and not self._is_edited:
+            self._find_idle_outputs()
         found.steps = step.step
         if step.step == 1:
             counts = [s.get("step", 0) for each in self._optimizers for s in each.state.values() if isinstance(s, dict)]
@@ -76,7 +102,18 @@ class MovingWeights(Probe):
             found.at_0_since, found.rate_before_0 = step.step, self._rate
         self._rate = highest
 
+    def _find_idle_outputs(self) -> None:
+        """Finds units without a gradient before units with one. Idle units at the end may be padding."""
+        names = dict(zip(map(id, self._parameters), self._names))
+        for key, (p, in_any, in_all) in self._outputs.items():
+            idle = (~in_any).nonzero().flatten().tolist()
+            if idle and key in names and bool((in_any == in_all).all()) and bool(in_any[idle[0] :].any()):
+                self._found.idle_outputs = tuple(idle[:MAX_NAMES])
+                self._found.idle_module, self._found.outputs = names[key].rpartition(".")[0], len(p)
+        self.urgent, self._outputs = bool(self._found.idle_outputs), {}
+
     def facts(self) -> WeightsFacts | None:
+        self.urgent = False
         if not self._last:
             return None
         now = self._checksums()
@@ -120,6 +157,14 @@ class MovingWeights(Probe):
 
     def _checksums(self) -> list[int]:
         return start_checksums([own_part(p.detach()) for p in self._parameters])()
+
+
+def _weights_of_output(output: Tensor) -> list[Tensor]:
+    """Returns the weight matrix of the layer that made an output of the model, apart from views and copies."""
+    node = made_by(output, "Addmm", "Mm", "Linear", "Convolution")
+    inputs = [] if node is None else [each for each, _ in node.next_functions if each is not None]
+    leaves = leaves_among(nodes_behind([each for each in inputs if type(each).__name__.startswith(("TB", "Acc"))]))
+    return [each for each in leaves if each.dim() > 1]
 
 
 def was_trained(parameter: Tensor) -> bool:
