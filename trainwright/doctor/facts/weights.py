@@ -60,12 +60,14 @@ def unchanged_since(run: RunContext, names: Sequence[str], step: int) -> list[st
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainedFacts:
-    """The origin of the weights of a model that Trainwright has built."""
+    """The origin of the weights of a model."""
 
     experiment: ClassVar[str] = "pretrained"
     missing: tuple[str, ...] = ()  # Names of weights of the pretrained part that are not in its files
     is_random: bool = False  # The model was built without pretrained weights
     adapters: int = 0  # Number of layers with low-rank adapters
+    frozen: int = 0  # Number of frozen linear layers, if at least half of their weights are those of ``fresh``
+    fresh: tuple[str, ...] = ()  # Those of them with the values of an initialisation, unless all have them
 
 
 def is_intentionally_untrained(run: RunContext, names: Sequence[str]) -> bool:

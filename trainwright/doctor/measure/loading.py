@@ -6,7 +6,7 @@ import math
 import weakref
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from trainwright.checkpoint.names import named_parameters
 from trainwright.doctor.facts.calls import KeptFacts, KeptState, LoadFacts, OverwrittenFacts, ResumeFacts
 from trainwright.doctor.facts.weights import LoadedMomentsFacts, PretrainedFacts
 from trainwright.doctor.measure.tensors import sampled
-from trainwright.doctor.measure.weights import was_trained
+from trainwright.doctor.measure.weights import frozen_layers, was_trained
 from trainwright.recorder.callers import caller
 from trainwright.recorder.calls import Hook
 from trainwright.recorder.gradients import owned_by
@@ -342,6 +342,10 @@ class PretrainedProbe(Probe):
             is_random=any(vars(each).get("newly_initialized", False) for each in modules),
             adapters=sum("lora_A" in each._modules for each in modules),
         )
+        _, frozen, fresh = frozen_layers(watched.subject.roots)
+        sizes = [sum(m.weight.numel() for _, m in layers) for layers in (frozen, fresh)]
+        if len(fresh) > 1 and 2 * sizes[1] >= sizes[0]:
+            facts = replace(facts, frozen=len(frozen), fresh=tuple(name for name, _ in fresh))
         self._facts = facts if facts != PretrainedFacts() else None
 
     def facts(self) -> PretrainedFacts | None:

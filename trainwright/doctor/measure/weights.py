@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -59,12 +59,9 @@ class MovingWeights(Probe):
         self._found.worked_on = tuple(name for name, p in zip(self._names, self._parameters) if was_trained(p))
         self._zeros = {n for n, p in enumerate(self._parameters) if p.dim() > 1 and not own_part(p.detach()).any()}
         self._in_optimizers()
-        layers = [(name, m) for root in self._roots for name, m in root.named_modules() if type(m) is nn.Linear]
-        frozen = [(name, m) for name, m in layers if not any(p.requires_grad for p in m.parameters())]
-        held = Counter(id(p) for root in self._roots for m in root.modules() for p in m._parameters.values())
-        fresh = [name for name, m in frozen if held[id(m.weight)] == 1 and _is_fresh(m.weight)]
-        if fresh and len(fresh) < len(frozen) and fresh[-1] == layers[-1][0]:  # not a network of random features
-            self._found.frozen_at_random, self._found.frozen_outputs = fresh[-1], layers[-1][1].out_features
+        layers, _, fresh = frozen_layers(self._roots)
+        if fresh and fresh[-1] == layers[-1]:
+            self._found.frozen_at_random, self._found.frozen_outputs = fresh[-1][0], fresh[-1][1].out_features
 
     def on_output(self, root: nn.Module, output: object) -> None:
         if self._found.steps < 2 and torch.is_grad_enabled():
@@ -170,6 +167,21 @@ def _weights_of_output(output: Tensor) -> list[Tensor]:
 def was_trained(parameter: Tensor) -> bool:
     """Returns True if the parameter was written to more often than initialization explains."""
     return not parameter.is_inference() and parameter._version > MAX_WRITES_OF_INITIALIZATION
+
+
+Layers: TypeAlias = list[tuple[str, nn.Linear]]
+
+
+def frozen_layers(roots: Sequence[nn.Module]) -> tuple[Layers, Layers, Layers]:
+    """Returns the linear layers, the frozen ones, and those of them with the values of an initialisation.
+
+    If all are, the model is a network of random features, and none is returned.
+    """
+    layers = [(name, m) for root in roots for name, m in root.named_modules() if type(m) is nn.Linear]
+    frozen = [(name, m) for name, m in layers if not any(p.requires_grad for p in m.parameters())]
+    held = Counter(id(p) for root in roots for m in root.modules() for p in m._parameters.values())
+    fresh = [(name, m) for name, m in frozen if held[id(m.weight)] == 1 and _is_fresh(m.weight)]
+    return layers, frozen, fresh if len(fresh) < len(frozen) else []
 
 
 def _is_fresh(weight: Tensor) -> bool:

@@ -357,3 +357,14 @@ def test_a_new_head_that_is_frozen(how: str) -> None:
     for p in (*model[2].parameters(), *(model[4].parameters() if how != "trained" else ())):
         p.requires_grad_(False)
     assert ("model.new_head_frozen" in alarms(watched(model))) == (how == "frozen")
+
+
+@pytest.mark.parametrize("how", ["not loaded", "loaded", "trained", "random features"])
+def test_frozen_layers_that_were_not_loaded(how: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, CLASSES))
+    for n in {"random features": (), "loaded": (0, 2, 3)}.get(how, (0,)):
+        nn.init.normal_(model[n].weight, std=0.2)  # type: ignore[arg-type]
+    for n in (0, 2, 3) if how != "trained" else (0,):
+        model[n].requires_grad_(False)
+    assert ("model.pretrained_weights_missing" in alarms(watched(model))) == (how == "not loaded")
