@@ -22,6 +22,14 @@ def half_without(labels: Tensor) -> Tensor:
     return labels
 
 
+def none(labels: Tensor) -> Tensor:
+    return torch.full_like(labels, IGNORED)
+
+
+def none_in_one_step(labels: Tensor) -> Tensor:
+    return none(labels) if torch.rand(()) < 0.3 else labels
+
+
 def answers(labels: Tensor) -> Tensor:
     labels[:, :5] = IGNORED
     return labels
@@ -48,7 +56,9 @@ def codes(label: Callable[[Tensor], Tensor], *, flat: bool) -> list[str]:
             labels, scores = label(ids.clone()), model(ids)[:, :-1]
             optimizer.zero_grad()
             if flat:
-                F.cross_entropy(scores.flatten(0, 1), labels[:, 1:].flatten()).backward()
+                targets = labels[:, 1:].flatten()
+                total = F.cross_entropy(scores.flatten(0, 1), targets, reduction="sum")
+                (total / (targets != IGNORED).sum().clamp(min=1)).backward()
             else:
                 F.cross_entropy(scores.transpose(1, 2), labels[:, 1:]).backward()
             optimizer.step()
@@ -61,6 +71,14 @@ def test_answers_that_are_missing_in_half_of_the_rows_are_found(flat: bool) -> N
     assert codes(half_without, flat=flat) == ["data.rows_without_labels"]
 
 
-@pytest.mark.parametrize("label", [answers, half_without_of_full_rows, masked_tokens], ids=lambda each: each.__name__)
+def test_all_labels_that_are_ignored_are_found() -> None:
+    assert codes(none, flat=True) == ["data.rows_without_labels"]
+
+
+@pytest.mark.parametrize(
+    "label",
+    [answers, half_without_of_full_rows, masked_tokens, none_in_one_step],
+    ids=lambda each: each.__name__,
+)
 def test_other_labels_are_not_reported(label: Callable[[Tensor], Tensor]) -> None:
     assert codes(label, flat=True) == []

@@ -50,6 +50,7 @@ def never_changes(run: RunContext) -> Results:
         return
     is_preference = abs(loss - LN_2) < 1e-5
     yield run.finding(
+        same[-MIN_STEPS].step,
         symptom=f"the loss is {loss:.6g} in {len(same)} recorded steps in a row",
         cause="the loss stays at ln 2 = 0.6931: the margin is always 0. The reference model of DPO is the policy "
         "itself, or both scores of a pair are the same"
