@@ -51,6 +51,7 @@ class RowsFacts:
     same_to: int = 0  # Last step of that run
     same_before: int = 0  # Length of the second longest such run
     whole: int = 0  # Rows of the dataset or tensor that the batches come from; 0 if unknown
+    unread: str = ""  # If ``whole`` is unknown: a variable of the loop that yields such batches and is never read
     micro: int = 0  # The most micro-batches of one step that were all equal
     micro_steps: int = 0  # Number of steps with equal micro-batches
     is_continuous: bool = True  # The values are such that two samples are never equal by chance

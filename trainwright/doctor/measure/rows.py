@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections import Counter, defaultdict, deque
 from collections.abc import Hashable, Mapping, Sequence
@@ -151,7 +152,8 @@ class InputRows(Probe):
     hears_every_step = True
 
     def __init__(self, watched: WatchedObjects) -> None:
-        self._sites = watched.sites
+        self._sites, self._values_of_loop = watched.sites, watched.values
+        self._shapes: set[tuple[int, ...]] = set()  # of the newest inputs
         whole = max((length_of(getattr(each, "dataset", None)) or 0 for each in watched.loaders), default=0)
         self._found = RowsFacts(whole=whole)
         self._mode: bool | None = None  # mode of the first model that was trained
@@ -230,6 +232,7 @@ class InputRows(Probe):
             return
         if not self._waiting and not self._at:
             self._found.is_continuous = is_continuous(tensors)
+        self._shapes = {tuple(each.shape) for each in tensors}
         source = self._newest if self._is_fresh else None
         self._found.whole = max(self._found.whole, source.length if source else _rows_of_base(tensors))
         place = source.fetched if source is not None else 0
@@ -386,9 +389,25 @@ class InputRows(Probe):
             return None
         found = self._found
         found.distinct, found.new_lately = len(self._seen), sum(self._new) / len(self._new)
+        if found.same >= SAME - 1 and found.whole <= found.batch and not self._num_iterators:
+            found.unread = next(filter(None, map(self._yields_such_batches, self._values_of_loop())), "")
         if self._newest is not None:
             found.workers, found.source = self._newest.workers, self._newest.line
         return found
+
+    def _yields_such_batches(self, value: object) -> str:
+        """Returns a description of a loader or a suspended generator that yields batches like the newest; else ""."""
+        length, size = length_of(getattr(value, "dataset", None)) or 0, self._found.batch
+        if length > size == getattr(value, "batch_size", None):
+            return f"a {type(value).__name__} of {length} samples"
+        if inspect.isgenerator(value) and inspect.getgeneratorstate(value) == inspect.GEN_SUSPENDED:
+            local, code = inspect.getgeneratorlocals(value), value.gi_code
+            shapes = {name: tuple(getattr(each, "shape", ())) for name, each in local.items()}
+            larger = any(a[1:] == b[1:] and a[:1] > b[:1] for a in shapes.values() if a for b in self._shapes)
+            made = {shapes.get(name) for name in code.co_varnames[code.co_argcount :]}  # an argument may be the set
+            is_sized = any(type(each) is int and each == size for each in local.values()) and bool(made & self._shapes)
+            return f"{value.__name__}()" if larger or is_sized else ""
+        return ""
 
 
 def _loader_of(iterator: Any) -> SimpleNamespace:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
+import trainwright as tw
 from tests.doctor.checks.data.loops import Batches, table, trained, warned
 from trainwright.doctor.measure.rows import row_digests
 
@@ -62,6 +65,43 @@ def test_repeated_batches_are_found(name: str) -> None:
 @pytest.mark.parametrize("name", HEALTHY)
 def test_ways_to_read_batches_are_silent(name: str) -> None:
     assert warned(trained(HEALTHY[name]())) == []
+
+
+def batches(x: Tensor, size: int) -> Iterator[Tensor]:
+    while True:
+        for start in range(0, len(x), size):
+            yield x[start : start + size].clone()
+
+
+def fresh(size: int) -> Iterator[Tensor]:
+    while True:
+        x = torch.randn(size, X.shape[1])
+        yield x
+
+
+def full() -> Iterator[Tensor]:
+    x = X[:16].clone()
+    while True:
+        yield x
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [(batches(X, 16), True), (fresh(16), True), (LOADER, True), (full(), False), (batches(X[:16], 16), False)],
+    ids=["of a set", "made", "loader", "the whole set", "one batch is the set"],
+)
+def test_a_batch_that_was_fetched_before_the_watch(source: Any, found: bool) -> None:
+    x = next(iter(LOADER))[0] if source is LOADER else next(source)
+    y = torch.randn(16, 1)
+    model = nn.Linear(X.shape[1], 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with tw.watch(model, optimizer, out=None, quiet=True, examine="listen") as watch:
+        for _ in range(16):
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+    assert watch.session.failures == []
+    assert ("data.batches_repeat" in {each.code for each in watch.findings()}) == found
 
 
 class Stream(IterableDataset[tuple[Tensor, Tensor]]):

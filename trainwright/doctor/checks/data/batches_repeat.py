@@ -11,7 +11,8 @@ def batches_repeat(run: RunContext, facts: RowsFacts) -> Results:
     Why it matters: the model memorizes one batch; the rest of the data set is never read.
 
     How it is detected: by a hash of the rows that reach the model. 8 steps in a row have the same rows, and the data
-    set has more; or all micro-batches of a step (three or more) are equal, in half of the steps.
+    set has more, or a variable of the loop is a loader or generator of such batches; or all micro-batches of a step
+    (three or more) are equal, in half of the steps.
 
     Exceptions: the batch is the full data set. A loop that makes several updates on each batch.
 
@@ -38,6 +39,13 @@ def batches_repeat(run: RunContext, facts: RowsFacts) -> Results:
             symptom=f"all {facts.micro} micro-batches of a step are the same rows, in {facts.micro_steps} steps",
             sure=0.8,
             evidence=[("equal micro-batches in a step", facts.micro, 1)],
+        )
+    elif facts.same >= MIN_SAME_STEPS - 1 and is_stuck and facts.unread:
+        yield run.finding(
+            symptom=f"{facts.same + 1} steps in a row, up to step {facts.same_to}, trained on the same {facts.batch} "
+            f"rows, while {facts.unread} has more",
+            since_step=max(1, facts.same_to - facts.same),
+            evidence=[("rows that were trained on", facts.distinct, f"those of {facts.unread}")],
         )
     elif facts.same >= MIN_SAME_STEPS - 1:
         yield NotApplicable(f"every step has the same {facts.batch} rows, and no larger set is known")
