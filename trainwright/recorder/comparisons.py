@@ -17,7 +17,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from trainwright.recorder.callers import Line, calling_frame, line_within
+from trainwright.recorder.callers import Line, caller, calling_frame, line_within
 from trainwright.recorder.listener import Listener, inside
 from trainwright.recorder.pausable import PausableMode
 from trainwright.recorder.program import tensors_of
@@ -111,12 +111,18 @@ class ComparedOutputs(PausableMode):
         self._outputs: dict[int, tuple[weakref.ref[Tensor], Made]] = {}
         # tensors that are computed from no data: noise, zeros, constants of the loop
         self._own: dict[int, weakref.ref[Tensor]] = {}
+        self._stale: dict[int, set[int]]  # the passes after which a tensor with a graph was read, by its id
+        self.stale_reads: int
+        """The most passes after which the loop read one tensor that the training has made."""
+        self.stale_at: str | None
         self.forget()
 
     def forget(self) -> None:
         """Forgets all tensors, because a new pass begins."""
         self._outputs.clear()
         self._own.clear()
+        self.stale_reads, self.stale_at = 0, None
+        self._num_returned, self._stale = 0, {}
         self._generating: set[Site] = set()  # sites whose outputs become inputs again, as in a sampler
 
     @property
@@ -131,6 +137,7 @@ class ComparedOutputs(PausableMode):
 
     def returned(self, output: object, inputs: object, site: Site) -> None:
         """Records an output. A 0-d output of several inputs counts as a loss: targets are among the inputs."""
+        self._num_returned += 1
         tensors, given = tensors_of(output), tensors_of(inputs, 3)
         if any(self._made(each) for each in given):
             self._generating.add(site)
@@ -150,6 +157,12 @@ class ComparedOutputs(PausableMode):
     def _note(self, function: TorchFunction, args: Args, kwargs: Kwargs, result: object) -> None:
         name, inputs = plain_name(function), _leaves((args, kwargs))
         made = [known for each in inputs if (known := self._made(each)) is not None]
+        for each in () if torch.is_grad_enabled() else inputs:
+            if each.grad_fn is not None:
+                passes = self._stale.setdefault(id(each), set())
+                passes.add(self._num_returned)
+                if len(passes) > self.stale_reads:
+                    self.stale_reads, self.stale_at = len(passes), caller()
         if not made:
             if all(self._is_own(each) for each in inputs):
                 for each in tensors_of(result, 2):

@@ -65,6 +65,8 @@ class EvaluationFacts:
     still: int = 0  # Evaluations in a row whose outputs equal those of the one before, though the weights have moved
     still_at: str | None = None  # Line of one of them
     is_copy: bool = False  # They evaluate another module than the trained one
+    stale: int = 0  # Passes after which the loop read one tensor with the autograd graph of a training pass
+    stale_at: str | None = None  # Line that reads it
     renamed: RenamedClasses | None = (
         None  # Classes whose samples are predicted as another class, each class as a different one
     )

@@ -185,7 +185,8 @@ class Evaluations(Probe):
     def _close(self) -> None:
         """Ends the passes since the last step. Passes whose outputs were compared with targets are an evaluation."""
         rows = [number for site, numbers in self._rows.items() if site in self._sites for number in numbers]
-        if rows:
+        stale = self._outputs.stale_reads
+        if rows or stale > 1:
             found = (_renamed(counts, site) for (site, _), counts in self._counts.items())
             renamed = next((each for each in found if each is not None), None)
             self.urgent |= renamed is not None and (self._facts is None or self._facts.renamed is None)
@@ -198,8 +199,11 @@ class Evaluations(Probe):
                 still=self._still,
                 still_at=source_of(next(iter(self._rows))),
                 is_copy=self._is_copy,
+                stale=stale,
+                stale_at=self._outputs.stale_at,
                 renamed=renamed,
             )
+            self.urgent |= stale > 1
         self._same.clear()
         self._called.clear()
         self._outputs.forget()
