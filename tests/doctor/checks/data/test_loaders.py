@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -159,6 +160,10 @@ def test_shared_samples_are_meant_where_another_evaluation_has_none() -> None:
     assert said(train_val_overlap, exam(9, LoadersFacts(overlaps=(shared,)))) == ["warning"]
     assert said(train_val_overlap, exam(9, LoadersFacts(overlaps=(few,)))) == ["warning"]
     assert said(train_val_overlap, exam(9, LoadersFacts(overlaps=(shared, apart)))) == ["info"]
+    partly = replace(shared, shared=64)
+    assert said(train_val_overlap, exam(9, LoadersFacts(overlaps=(partly, apart)))) == ["warning"]
+    first = DrawnSamples(samples=1024, draws=512, distinct=512, same_set=False, chooses=False, sampler="")
+    assert said(train_val_overlap, exam(9, LoadersFacts(overlaps=(partly, apart), drawn=(first,)))) == ["info"]
     assert not said(train_val_overlap, exam(9, LoadersFacts(overlaps=(apart,))))
 
 

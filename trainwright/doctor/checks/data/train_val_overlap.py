@@ -6,6 +6,7 @@ MAX_NEW_FRACTION = 0.05  # Fraction of new rows in the last steps. With more, tr
 MIN_SHARED_ROWS = 4
 """Minimum number of equal rows. Fewer may be equal by chance, for instance generated curves with only a few phases."""
 MIN_PARTS, MAX_MOVED_FRACTION = 64, 0.5
+MIN_CONTAINED = 0.95  # Fraction of a set, or of the training set, that is shared if that set is evaluated on purpose
 CHANCE_MULTIPLE = 4.0  # Multiple of the number of rows that are equal by chance
 
 
@@ -19,10 +20,10 @@ def train_val_overlap(run: RunContext) -> Results:
     the rows that reach the model in training and in evaluations (5 to 95 % are shared). For windows of a series: by
     time steps with equal values, if more than half of those of the evaluation are in training windows at another place.
 
-    Exceptions: reported only with -v if the training set itself is evaluated, or if another evaluation shares no
-    samples with training. Rows are not compared while training still reads new ones. Fewer than 4 equal rows are not
-    reported, and none if the evaluation repeats rows as often by itself, unless nearly all repeated rows are trained on
-    and hardly any others (copies of an oversampled class).
+    Exceptions: reported only with -v if the training set itself is evaluated, or a part of it and another evaluation
+    that shares no samples with training. Rows are not compared while training still reads new ones. Fewer than 4 equal
+    rows are not reported, and none if the evaluation repeats rows as often by itself, unless nearly all repeated rows
+    are trained on and hardly any others (copies of an oversampled class).
 
     Usual cause: the data was not split, the training loader takes all of it, or samples were copied before the split.
 
@@ -37,6 +38,8 @@ def train_val_overlap(run: RunContext) -> Results:
     by_ids = max(overlaps, key=lambda each: each.shared / each.samples, default=None)
     if by_ids is not None and by_ids.shared > MAX_SHARED_FRACTION * by_ids.samples:
         is_meant = by_ids.same_loader or any(each.shared <= MAX_SHARED_FRACTION * each.samples for each in overlaps)
+        if loaders is not None and all(each.samples <= by_ids.trained for each in loaders.drawn):  # a full epoch
+            is_meant &= by_ids.shared >= MIN_CONTAINED * min(by_ids.samples, by_ids.trained)
         yield _found(run, by_ids.shared, by_ids.samples, "sample id", is_meant)
     elif rows is not None and (last := rows.evaluated) is not None:
         if rows.new_lately > MAX_NEW_FRACTION:
@@ -56,7 +59,7 @@ def train_val_overlap(run: RunContext) -> Results:
         is_copied = rows.is_continuous and last.has_copies
         is_too_many = last.shared >= MIN_SHARED_ROWS and (last.shared > by_chance or is_copied)
         if last.is_partial and is_too_many:
-            is_meant = last.shared >= 0.95 * last.trained
+            is_meant = last.shared >= MIN_CONTAINED * last.trained
             yield _found(run, last.shared, last.distinct, "content", is_meant, last.source)
 
 
