@@ -1,5 +1,6 @@
 from trainwright.doctor import Every, Results, RunContext, Where, check
 from trainwright.doctor.facts.calls import CallsFacts, has_closure, kinds
+from trainwright.doctor.facts.weights import WeightsFacts
 from trainwright.runs.records import Watched
 
 MIN_UPDATES = 4  # Updates with gradients of another optimizer's turn
@@ -24,8 +25,9 @@ def missing_zero_grad(run: RunContext, latest: CallsFacts, exams: Every[CallsFac
 
     How it is detected: at two examinations, gradients exist when a step begins, and no `zero_grad()` comes before the
     update uses them. Or, in four updates of one of several optimizers, its parameters still hold gradients of another
-    loss, such as the discriminator's from the loss of the generator. Or gradients exist when the first step begins and its
-    update uses them, and later steps begin without gradients (a warning).
+    loss, such as the discriminator's from the loss of the generator. Or gradients exist when the first step begins, its
+    update uses them, and later steps begin without gradients (a warning; reported only with -v if the weights were
+    trained before).
 
     Exceptions: declared accumulation (`tw.watch(..., accumulation=8)`), and gradients that the loop writes itself
     before each update.
@@ -73,13 +75,13 @@ def missing_zero_grad(run: RunContext, latest: CallsFacts, exams: Every[CallsFac
             ],
         )
     if before_first and not carried and declared == 1 and len(exams) > 1 and latest and not latest.moved:
-        number, norm = next(iter(before_first.items()))
+        norm, weights = next(iter(before_first.values())), run.latest(WeightsFacts)
         yield run.finding(
             run.steps[0].step,
             symptom="the first update also contains gradients from before the first step",
             cause="a backward pass before the loop, such as a test or a debug pass, left its gradients",
             remedy="call `optimizer.zero_grad()` before the loop, or before each `backward()`",
-            severity="warning",
+            severity="info" if weights is not None and weights.worked_on else "warning",
             sure=0.9,
             evidence=[
                 ("norm of gradients left from before the step", norm, 0.0),
