@@ -59,22 +59,3 @@ class SavedFacts:
     modified: tuple[str, ...] = ()  # Modules whose saved tensors had changed before the backward pass
     differs: str | None = None  # The first module whose recomputed outputs differ from those of the forward pass
     kind: str = ""  # Class of that module
-
-
-@dataclass(frozen=True)
-class IdleStatement:
-    """A statement without an effect."""
-
-    kind: str  # "discarded": the result of a call; "not called": a method without parentheses
-    call: str  # The function or method
-    function: str  # The function with the statement
-    file: str
-    line: int
-
-
-@dataclass(frozen=True)
-class StatementsFacts:
-    """Statements without an effect in the source of the loop, the models and the data sets."""
-
-    experiment: ClassVar[str] = "statements"
-    idle: tuple[IdleStatement, ...] = ()

@@ -29,7 +29,6 @@ from trainwright.doctor.measure.rows import InputRows
 from trainwright.doctor.measure.samples import StoredSamples
 from trainwright.doctor.measure.schedule import Schedules
 from trainwright.doctor.measure.splits import Splits
-from trainwright.doctor.measure.statements import Statements
 from trainwright.doctor.measure.steadiness import Steadiness
 from trainwright.doctor.measure.tokens import Targets
 from trainwright.doctor.measure.updates import again, batch_steps, update
@@ -66,7 +65,6 @@ LIVE_LOOP_LISTENERS: tuple[Callable[[WatchedObjects], Probe | None], ...] = (
     StoredSamples,
     Scaler,
     Splits,
-    Statements,
     Steadiness,
 )
 """Listeners that observe the user's loop only. Replayed steps of the engine show them nothing."""
