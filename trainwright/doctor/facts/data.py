@@ -55,6 +55,7 @@ class RowsFacts:
     micro: int = 0  # The most micro-batches of one step that were all equal
     micro_steps: int = 0  # Number of steps with equal micro-batches
     is_continuous: bool = True  # The values are such that two samples are never equal by chance
+    are_codes: bool = False  # A row has one integer in each input, such as a user and an item
     period: int = 0  # Each batch equals the one this many batches earlier
     recurred: int = 0  # Number of consecutive batches for which this holds
     is_kept: bool = False  # The batches of a shuffling loader are held by the loop, not fetched again
@@ -75,6 +76,7 @@ class SplitsFacts:
     standardized: int = 0  # Columns with mean 0 and deviation 1 over exactly these rows
     gapless: int = 0  # Columns of integer codes without a gap, whose highest code is below that of training
     gaps: float = 0.0  # Expected number of gaps in these columns, by the frequencies of the codes in training
+    beyond: float = 0.0  # Expected number of higher codes that occur, if all of several columns have no gap
     scales: tuple[str, ...] = ()  # Names of the scales of training inputs and evaluated inputs, if they differ
     source: str | None = None  # Line that calls the model
 

@@ -39,7 +39,7 @@ def row_digests(tensors: Sequence[Tensor]) -> Tensor | None:
     for place, each in enumerate(rows[:4]):
         if len(each) == len(rows[0]) and each.itemsize in _INTEGERS:
             part = _digests(each)
-            total = part if total is None else total + part * (2 * place + 1) * ~_counts_up(each)
+            total = part if total is None else total + part * _weights(each.device)[place] * ~_counts_up(each)
     return total
 
 
@@ -232,6 +232,7 @@ class InputRows(Probe):
             return
         if not self._waiting and not self._at:
             self._found.is_continuous = is_continuous(tensors)
+            self._found.are_codes = all(each.dim() < 2 and not each.is_floating_point() for each in tensors)
         self._shapes = {tuple(each.shape) for each in tensors}
         source = self._newest if self._is_fresh else None
         self._found.whole = max(self._found.whole, source.length if source else _rows_of_base(tensors))

@@ -49,6 +49,7 @@ class Splits(Probe):
             return
         given = [each.detach() for each in plain(tensors_of((args, kwargs), 3))]
         x = next((each for each in given if each.dim() == 2 and len(each) > 1 and not each.is_complex()), None)
+        x = _joined(given) if x is None else x
         if x is None or x.shape[1] > (MAX_COLUMNS if x.is_floating_point() else MAX_CODED_COLUMNS):
             return
         if not is_training:
@@ -85,18 +86,25 @@ class Splits(Probe):
         trained = self._trained.cpu()
         if trained.shape != evaluated.shape or bool(trained[:, -1].any()):
             return SplitsFacts()
-        rows, gapless, gaps = int(evaluated[0].sum()), 0, 0.0
+        rows, gapless, gaps, beyond = int(evaluated[0].sum()), 0, 0.0, 0.0
         seen, number = evaluated > 0, (evaluated > 0).sum(1)
-        first, last, highest = (
-            seen.long().argmax(1),
-            *(MAX_CODES - 1 - x.flip(1).long().argmax(1) for x in (seen, trained > 0)),
-        )
+        first, lowest = (x.long().argmax(1) for x in (seen, trained > 0))
+        last, highest = (MAX_CODES - 1 - x.flip(1).long().argmax(1) for x in (seen, trained > 0))
         is_gapless = (number >= MIN_DISTINCT) & (last < highest) & (number == last - first + 1)
         for n in is_gapless.nonzero().flatten().tolist() if rows >= MIN_ROWS else ():
-            known = trained[n].double()
-            within = known[first[n] : last[n] + 1] / known.sum()
-            gapless, gaps = gapless + 1, gaps + float((1 - within).pow(rows).sum())
-        return SplitsFacts(rows=rows, columns=len(evaluated), gapless=gapless, gaps=gaps)
+            missing = (1 - trained[n].double() / trained[n].sum()).pow(rows)  # probability that a code does not occur
+            gapless, gaps = gapless + 1, gaps + float(missing[first[n] : last[n] + 1].sum())
+            beyond += float((1 - missing[last[n] + 1 :]).sum())
+        coded = (trained > 0).sum(1) >= MIN_DISTINCT
+        beyond = beyond if gapless == int((coded & (first == lowest)).sum()) == int(coded.sum()) > 1 else 0.0
+        return SplitsFacts(rows=rows, columns=len(evaluated), gapless=gapless, gaps=gaps, beyond=beyond)
+
+
+def _joined(given: list[Tensor]) -> Tensor | None:
+    """Returns vectors of codes, such as users and items, as columns; None if there are fewer than two."""
+    vectors = [each for each in given if each.dim() == 1 < len(each) and each.dtype == torch.int64]
+    columns = [each for each in vectors if len(each) == len(vectors[0])]
+    return torch.stack(columns, 1) if len(columns) > 1 else None
 
 
 class _Range:

@@ -74,3 +74,40 @@ def test_codes_of_categories(apart: bool) -> None:
     if apart:
         val = torch.stack([torch.unique(each, return_inverse=True)[1] for each in val.T], 1)
     assert codes(Sum(), train, val) == ["data.validation_encoded_apart"] * apart
+
+
+class Factors(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.users, self.items = nn.Embedding(80, 4), nn.Embedding(60, 4)
+
+    def forward(self, user: Tensor, item: Tensor) -> Tensor:
+        return (self.users(user) * self.items(item)).sum(1)
+
+
+def of_ratings(*, apart: bool) -> list[str]:
+    """The findings for users and items in two vectors. Half of both are evaluated."""
+    torch.manual_seed(1)
+    users, items = torch.randint(80, (3000,)), torch.randint(60, (3000,))
+    is_val = (users % 2 == 1) & (items % 2 == 1)
+    model, scores = Factors(), torch.randn(3000)
+    val = torch.stack([users, items])[:, is_val]
+    if apart:
+        val = torch.stack([torch.unique(each, return_inverse=True)[1] for each in val])
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    data = TensorDataset(users[~is_val], items[~is_val], scores[~is_val])
+    with tw.watch(model, optimizer, out=None, quiet=True, examine="listen") as watch:
+        for _ in range(2):
+            for user, item, score in DataLoader(data, 50, shuffle=True):
+                optimizer.zero_grad()
+                F.mse_loss(model(user, item), score).backward()
+                optimizer.step()
+            with torch.no_grad():
+                F.mse_loss(model(*val), scores[is_val])
+    assert watch.session.failures == []
+    return [each.code for each in watch.findings() if each.code.startswith("data.")]
+
+
+def test_codes_in_several_vectors() -> None:
+    assert of_ratings(apart=True) == ["data.validation_encoded_apart"]
+    assert of_ratings(apart=False) == []

@@ -21,9 +21,10 @@ def train_val_overlap(run: RunContext) -> Results:
     time steps with equal values, if more than half of those of the evaluation are in training windows at another place.
 
     Exceptions: reported only with -v if the training set itself is evaluated, or a part of it and another evaluation
-    that shares no samples with training. Rows are not compared while training still reads new ones. Fewer than 4 equal
-    rows are not reported, and none if the evaluation repeats rows as often by itself, unless nearly all repeated rows
-    are trained on and hardly any others (copies of an oversampled class).
+    that shares no samples with training. Rows are not compared while training still reads new ones, nor rows of a few
+    codes, such as a user and an item. Fewer than 4 equal rows are not reported, and none if the evaluation repeats rows
+    as often by itself, unless nearly all repeated rows are trained on and hardly any others (copies of an oversampled
+    class).
 
     Usual cause: the data was not split, the training loader takes all of it, or samples were copied before the split.
 
@@ -58,7 +59,7 @@ def train_val_overlap(run: RunContext) -> Results:
             return
         is_copied = rows.is_continuous and last.has_copies
         is_too_many = last.shared >= MIN_SHARED_ROWS and (last.shared > by_chance or is_copied)
-        if last.is_partial and is_too_many:
+        if last.is_partial and is_too_many and not rows.are_codes:
             is_meant = last.shared >= MIN_CONTAINED * last.trained
             yield _found(run, last.shared, last.distinct, "content", is_meant, last.source)
 
