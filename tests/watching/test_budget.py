@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import trainwright as tw
+from trainwright.doctor.finding import ExperimentRequest
 from trainwright.doctor.measure import REPLAYS
 from trainwright.replay.experiments import Experiment
 from trainwright.replay.session import ReplaySession
@@ -456,3 +457,17 @@ def test_full_collections_do_not_count() -> None:
     del budget
     gc.collect()
     assert len(gc.callbacks) == clocks - 1
+
+
+def test_requests_for_two_steps_are_made_one_after_the_other() -> None:
+    model, x = nn.Linear(4, 3), torch.randn(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with tw.watch(model, optimizer, out=None, quiet=True, examine="listen") as watch:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        runner = ExperimentRunner(watch.session.runner.replayer.subject, watch.session.ring, ExaminationBudget(CPU))
+        requests = [ExperimentRequest("update", step) for step in (1, 3)]
+        measured = [runner.run_requested(3, requests)["update"]["step"] for _ in requests]
+    assert measured == [1, 3]

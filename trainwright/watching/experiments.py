@@ -84,7 +84,7 @@ class ExperimentRunner:
         self._runs: Counter[str] = Counter()
         self._cost_s: dict[str, float] = {}  # seconds of the last run
         self._begin_s = self.now_s()  # start of the examination
-        self._until_s = math.inf
+        self._until_s = self._stop_s = math.inf
         self.replayed_s = 0.0  # duration of the experiments and trials of this examination
         self._is_announced = False
         self._step, self._is_last = 0, False  # the last examined step; True in the examination at the end
@@ -106,7 +106,8 @@ class ExperimentRunner:
     def allow(self, seconds: float) -> None:
         """Begins an examination that may take ``seconds`` from now on."""
         self._begin_s = self.now_s()
-        self._until_s, self.replayed_s, self._is_announced = self._begin_s + seconds, 0.0, False
+        self._until_s = self._stop_s = self._begin_s + seconds
+        self.replayed_s, self._is_announced = 0.0, False
 
     @property
     def _left_s(self) -> float:
@@ -218,6 +219,8 @@ class ExperimentRunner:
         known = [each for each in requests if each.experiment in self._experiments] if self._replays else []
         for request in sorted(known, key=lambda each: self._experiments[each.experiment].rank):
             name = request.experiment
+            if name in facts:
+                continue  # facts hold one step for each name; the check requests the others again in the next round
             if request.step is not None:
                 with self._spending_on_evidence():
                     facts |= self._run([name], request.step)
@@ -246,10 +249,13 @@ class ExperimentRunner:
         return facts
 
     def _measured(self, name: str, step: int, run: Callable[[ReplaySession], Facts]) -> Facts:
-        """Returns the facts of one experiment by its name; nothing if it exceeded its time."""
+        """Returns the facts of one experiment by its name; nothing if it exceeded its time.
+
+        It may use the time that is reserved for requests: all the time of an experiment that is stopped is lost.
+        """
         begin_s, facts, is_whole = self.now_s(), Facts(), True
         try:
-            with self.replayer.deadline.within(self._left_s):
+            with self.replayer.deadline.within(max(self._until_s, self._stop_s) - begin_s):
                 facts[name] = {**run(self._session_of(step)), "step": step}
         except ReplayTimeout:
             is_whole = False
