@@ -105,6 +105,7 @@ class BatchStepsFacts:
     experiment: ClassVar[str] = "batch_steps"
     losses: tuple[float, ...]  # The loss after each update
     falls_at: float | None  # The first factor of the learning rate at which the loss falls steadily; None without one
+    falls_to: float | None = None  # The loss after eight updates at this factor
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ def batch_steps(session: ReplaySession) -> BatchStepsFacts:
     for factor in (0.1, 0.01, 0.001):
         now = session.train(8, Intervention(lr=factor), repeat=True)
         if math.isfinite(now[-1]) and now[-1] < now[0] and max(now) <= now[0] + 1e-3 * abs(now[0]):
-            return BatchStepsFacts(tuple(was), factor)
+            return BatchStepsFacts(tuple(was), factor, now[-1])
     return BatchStepsFacts(tuple(was), None)
 
 

@@ -174,6 +174,11 @@ def test_lr_too_high_needs_a_smaller_rate_that_helps() -> None:
     assert fires(code, (1, worse), (1, one_batch), made=flat) == []
     falling = steps(*HEALTHY, losses=tuple(2.0 - 0.05 * n for n in range(24)))
     assert fires(code, (1, huge), (1, one_batch), made=falling) == []
+    large, noisy = replace(UPDATE, ratio=0.05), (2.0, 1.9, 2.1, 1.8, 1.9)
+    stuck = BatchStepsFacts(noisy, 0.1, falls_to=0.5)  # learns much more from a batch at a tenth of the rate
+    assert fires(code, (1, large), (1, stuck), made=flat) == ["warning"]
+    assert fires(code, (1, large), (1, replace(stuck, falls_to=1.8)), made=flat) == []
+    assert fires(code, (1, large), (1, stuck), made=falling) == []
 
 
 def test_lr_too_low_needs_a_loss_that_stands_and_no_warm_up() -> None:
