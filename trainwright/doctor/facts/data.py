@@ -251,7 +251,8 @@ class BatchFacts:
     entropy: float | None = None  # Entropy of the labels in nats; None for targets that are not classes
     leaks: tuple[LeakingColumn, ...] = ()  # Input columns that reveal the label
     padding: PaddedIds | None = None  # The id that pads rows
-    reached: int = 0  # The largest node that an edge names, plus 1, if a loader has joined several graphs; else 0
+    nodes: int = 0  # Nodes of all graphs of the batch, if it has several with edges; else 0
+    reached: int = 0  # The largest node that an edge names, plus 1
     crossing: float = 0.0  # Fraction of these edges that connect nodes of different graphs
     scrambled: str = ""  # Order of axes that makes the pictures smoother than the present one; "" without such an order
     offsets: tuple[int, ...] = ()  # For each cross-entropy over tokens, the distance from prediction to target

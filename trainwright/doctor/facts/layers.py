@@ -171,6 +171,7 @@ class FunctionFacts:
     experiment: ClassVar[str] = "function"
     written: tuple[str, ...] = ()  # Buffers that a forward pass writes to
     neighbours: Deviation | None = None  # Deviation if other samples of the batch change; None if not measured
+    are_graphs: bool = False  # The samples are graphs: an input numbers the graph of each node
     related: str = ""  # Reason why samples may depend on each other; "" without one
     is_batch: bool = False  # A loader confirms that the first dimension counts samples
     place: Deviation | None = None  # Deviation if the samples are in another order; None if not measured

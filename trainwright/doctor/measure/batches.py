@@ -21,8 +21,9 @@ from trainwright.doctor.facts.data import (
     PaddingFacts,
     StandardizedFacts,
 )
-from trainwright.doctor.measure.tensors import padding_of
+from trainwright.doctor.measure.tensors import graph_of_nodes, padding_of
 from trainwright.doctor.measure.tokens import Losses, place
+from trainwright.recorder.plain_tensors import plain
 from trainwright.recorder.program import constants_of, tensors_of
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.replay.classified import CHUNKED, CLASSIFYING
@@ -54,15 +55,16 @@ MIN_PADDING = 2  # Minimum number of equal ids at the end of a row that count as
 def batch(session: ReplaySession) -> BatchFacts:
     """Returns the spread of the inputs, the number of classes, and input columns that reveal the class."""
     inputs = inputs_of(session.recorded_step)
+    graphs = _of_graphs(session)
     if not inputs:
-        return BatchFacts()
+        return BatchFacts(**graphs)
     losses = losses_of(session)
     first = losses[0] if losses else None
     ids = next((x for x in inputs if not x.is_floating_point() and x.dim() == 2 and x.dtype != torch.bool), None)
     facts = BatchFacts(
         inputs=tuple(map(_spread, inputs)),
         scrambled=_scrambled(inputs[0]),
-        **_of_graphs(session, inputs[0]),
+        **graphs,
         targets_vary=bool(first and not _is_constant(first.target)),
         classes=first.classes if first else None,
         padding=None if ids is None else padding(ids),
@@ -102,25 +104,25 @@ def _roughness(x: Tensor) -> Tensor:
     return torch.stack([vertical, vertical + horizontal])
 
 
-def _of_graphs(session: ReplaySession, nodes: Tensor) -> dict[str, Any]:
-    """Returns ``reached`` and ``crossing`` of the edges (2, E) if a loader has joined several graphs.
+def _of_graphs(session: ReplaySession) -> dict[str, Any]:
+    """Returns ``nodes``, ``reached`` and ``crossing`` of the edges (2, E) if a batch has several graphs.
 
-    ``crossing`` needs an input with the number of the graph of each node.
+    A loader has joined them, or an input numbers the graph of each node, which ``crossing`` needs.
     """
-    call = session.recorded_step.calls[0]
-    graphs = [len(ids) for ids in session.ids if ids is not None]
-    if len(graphs) != 1 or not MIN_GRAPHS <= graphs[0] < len(nodes):
+    arguments = session.recorded_step.calls[0].args, session.recorded_step.calls[0].kwargs
+    given = plain([*(each.tensor for each in constants_of(arguments)), *tensors_of(arguments, 4)])
+    of_nodes = next((found for each in given if (found := graph_of_nodes(each, given, MIN_GRAPHS)) is not None), None)
+    joined = [len(ids) for ids in session.ids if ids is not None]
+    nodes = next((len(each) for each in given if each.dim()), 0) if of_nodes is None else len(of_nodes)
+    if of_nodes is None and (len(joined) != 1 or not MIN_GRAPHS <= joined[0] < nodes):
         return {}
-    given = [c.tensor for c in constants_of((call.args, call.kwargs)) if c.tensor.dtype == torch.int64]
-    edges = [each for each in given if each.dim() == 2 and len(each) == 2 and each.shape[1] >= len(nodes) // 2]
+    edges = [each for each in given if each.dtype == torch.int64 and each.dim() == 2 and len(each) == 2]
+    edges = [each for each in edges if each.shape[1] >= nodes // 2]
     reached = max((int(each.max()) + 1 for each in edges), default=0)
-    if not 0 < reached <= len(nodes):
+    if not 0 < reached <= nodes:
         return {}
-    numbers = torch.arange(graphs[0], device=nodes.device)
-    of_nodes = [each for each in given if each.shape == nodes.shape[:1] and bool((each[1:] >= each[:-1]).all())]
-    of_nodes = [each for each in of_nodes if torch.equal(torch.unique(each), numbers)]
-    crossing = [float((of[each[0]] != of[each[1]]).double().mean()) for of in of_nodes[:1] for each in edges]
-    return {"reached": reached, "crossing": max(crossing, default=0.0)}
+    crossing = [float((of_nodes[a] != of_nodes[b]).double().mean()) for a, b in edges] if of_nodes is not None else []
+    return {"nodes": nodes, "reached": reached, "crossing": max(crossing, default=0.0)}
 
 
 def _contained(session: ReplaySession, x: Tensor, target: Tensor) -> list[LeakingColumn]:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainwright.doctor.facts.layers import MASK_OF_ONES, Deviation, FunctionFacts, PaddedFacts
-from trainwright.doctor.measure.tensors import padding_of
+from trainwright.doctor.measure.tensors import graph_of_nodes, padding_of
 from trainwright.recorder.plain_tensors import plain
 from trainwright.recorder.program import Operation, constants_of, tensors_of
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
@@ -233,6 +234,8 @@ def why_related(passes: EvalPasses) -> str:
     inputs, modules = session.inputs, session.modules.values()
     if any(isinstance(m, _BatchNorm) and m.running_mean is None for m in modules):
         return "a normalisation uses the statistics of the batch in eval mode too"
+    if _graph_of_nodes(inputs) is not None:
+        return ""
     held = [t for m in modules for t in (*vars(m).values(), *m._buffers.values()) if isinstance(t, Tensor)]
     if any(list(x.shape).count(size) > 1 or x.is_sparse for x in (*inputs, *held)):
         return "a matrix relates each sample to each"
@@ -305,7 +308,9 @@ def replacing_with_neighbour(size: int, changed: int, dim: int = 0) -> InputHand
 
 def neighbours(passes: EvalPasses) -> Deviation | None:
     """Returns the deviation of the other samples' outputs if one sample changes; None if it cannot be measured."""
-    size = passes.session.size
+    size, graphs = passes.session.size, _graph_of_nodes(passes.session.inputs)
+    if graphs is not None:
+        return _between_graphs(passes, graphs)
     if size is None or size < 3:
         return None
     for changed in (size // 2, 0):
@@ -313,6 +318,43 @@ def neighbours(passes: EvalPasses) -> Deviation | None:
         if found is not None:
             return found if not found.is_real or not _is_batch_second(passes) else None
     return None
+
+
+MIN_GRAPHS = 3
+GRAPH_FACTOR = 8.0  # Factor of changed features, so that a softmax or a sum over all graphs shows their change
+
+
+def _graph_of_nodes(inputs: Sequence[Tensor]) -> Tensor | None:
+    """Returns the input that numbers the graph of each node; None without one."""
+    return next((found for x in inputs if (found := graph_of_nodes(x, inputs, MIN_GRAPHS)) is not None), None)
+
+
+def _between_graphs(passes: EvalPasses, graphs: Tensor) -> Deviation | None:
+    """Returns the deviation of the outputs of other graphs if the nodes of one graph change their features.
+
+    None if no output has a row for each graph, or if the change has no effect on the output of that graph.
+    """
+    size, changed = int(graphs[-1]) + 1, int(graphs[-1]) // 2
+
+    def change(leaf: object) -> object:
+        if not isinstance(leaf, Tensor) or leaf.shape[:1] != graphs.shape or torch.equal(leaf, graphs):
+            return leaf
+        is_changed = (graphs == changed).view(-1, *[1] * (leaf.dim() - 1))
+        other = leaf.roll(int(is_changed.sum()), 0)
+        return torch.where(is_changed, GRAPH_FACTOR * other if leaf.is_floating_point() else other, leaf)
+
+    def rows(one: Tensor, other: Tensor, *, is_own: bool = False) -> float:
+        if one.shape[:1] != (size,) or one.shape != other.shape:
+            return 0.0
+        is_changed = torch.arange(size, device=one.device) == changed
+        return distance(one, torch.where((is_changed == is_own).view(-1, *[1] * (one.dim() - 1)), other, one))
+
+    intervention = Intervention(inputs=change_leaves(change))
+    pairs = [pair for pair in zip(passes.base, passes.run(intervention)) if list(pair[0].shape).count(size) == 1]
+    own, others = (max((same(*pair) for pair in pairs), default=0.0) for same in (partial(rows, is_own=True), rows))
+    if own <= (passes.limit if passes.limit < math.inf else 0.0):
+        return None
+    return passes.located(Deviation(others, passes.limit), intervention, rows)
 
 
 def _deviation_along(passes: EvalPasses, size: int, changed: int, dim: int) -> Deviation | None:
@@ -501,7 +543,10 @@ def function(session: ReplaySession) -> FunctionFacts:
     """
     passes = EvalPasses(session, is_quick=True)
     with passes.in_one_stage():
-        found = FunctionFacts(neighbours=neighbours(passes), is_batch=is_batch(session), place=place(passes))
+        are_graphs = _graph_of_nodes(session.inputs) is not None
+        found = FunctionFacts(
+            neighbours=neighbours(passes), are_graphs=are_graphs, is_batch=is_batch(session), place=place(passes)
+        )
     if not any(each.amount for each in (found.neighbours, found.place) if each is not None):
         return found
     with session.replayer.deadline.extended():

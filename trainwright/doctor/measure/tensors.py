@@ -61,6 +61,19 @@ def padding_of(x: Tensor) -> tuple[int, Tensor] | None:
     return None
 
 
+def graph_of_nodes(numbers: Tensor, given: Sequence[Tensor], least: int) -> Tensor | None:
+    """Returns ``numbers`` if it numbers the graph of each node: 0, 0, 1, ... for ``least`` graphs or more; else None.
+
+    Another tensor of ``given`` must have as many rows.
+    """
+    if numbers.dtype != torch.int64 or numbers.dim() != 1 or len(numbers) < least or int(numbers[0]):
+        return None
+    jumps, graphs = numbers.diff(), int(numbers[-1]) + 1
+    is_numbered = least <= graphs < len(numbers) and bool(((jumps == 0) | (jumps == 1)).all())
+    has_nodes = any(each is not numbers and each.dim() and len(each) == len(numbers) for each in given)
+    return numbers if is_numbered and has_nodes else None
+
+
 def is_reordered(old: Sequence[int], new: Sequence[int]) -> bool:
     """Returns True if the last axes have the same sizes in another order, so that a view mixes up their values.
 

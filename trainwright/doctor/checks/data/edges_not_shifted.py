@@ -11,9 +11,9 @@ def edges_not_shifted(run: RunContext, exams: Every[BatchFacts]) -> Results:
 
     Why it matters: nodes receive messages from other graphs, and many receive none.
 
-    How it is detected: a loader joins eight or more graphs to one input of all nodes, with edges (2, E). In every
-    examined batch all edges are among the first quarter of the nodes; or, if an input numbers the graph of each node,
-    edges connect nodes of different graphs.
+    How it is detected: a batch joins eight or more graphs, with edges (2, E): a loader says so, or an input numbers the
+    graph of each node. In every examined batch all edges are among the first quarter of the nodes; or, if an input
+    numbers the graphs, edges connect nodes of different graphs.
 
     Usual cause: a collate function concatenates `edge_index` without an offset, or with another offset than the number
     of nodes of all graphs before.
@@ -25,10 +25,10 @@ def edges_not_shifted(run: RunContext, exams: Every[BatchFacts]) -> Results:
 
     Sources: pyg-team/pytorch_geometric#6884, deepchem PR 3291.
     """
-    seen = [(facts.reached, facts.inputs[0].shape[0]) for _, facts in exams if facts.reached]
-    crossing = [facts.crossing for _, facts in exams if facts.reached]
+    seen = [(facts.reached, facts.nodes) for _, facts in exams if facts.nodes]
+    crossing = [facts.crossing for _, facts in exams if facts.nodes]
     if not seen:
-        yield NotApplicable("no loader joins graphs with edges")
+        yield NotApplicable("no batch of several graphs with edges")
     elif all(reached <= MAX_REACHED * nodes for reached, nodes in seen):
         reached, nodes = seen[-1]
         yield run.finding(

@@ -10,16 +10,17 @@ def mixes_samples(run: RunContext, facts: FunctionFacts) -> Results:
     """The output for one sample depends on other samples of the batch.
 
     How it is detected: in eval mode, one sample is replaced by its neighbour, and the outputs of the others change by
-    more than the measured rounding error.
+    more than the measured rounding error. If an input numbers the graph of each node, a sample is a graph.
 
-    Exceptions: batches whose rows may belong together (nodes of a graph, packed sequences, one set, the same rows
+    Exceptions: batches whose rows may belong together (nodes of one graph, packed sequences, one set, the same rows
     in every step); a statistic of the batch among many features, which changes little, is reported only with -v.
 
     Usual cause: a `view` or `reshape` where a transpose was meant; a softmax (`dim=0`), mean or norm over the batch
-    dimension; a recurrent or attention layer without `batch_first`, which treats samples as the steps of a sequence.
+    dimension, or over the nodes of all graphs; a recurrent or attention layer without `batch_first`, which treats
+    samples as the steps of a sequence.
 
-    Fix: swap axes with `transpose` or `permute`; take softmax, mean and norm over a dimension of the sample;
-    `nn.LSTM(..., batch_first=True)`.
+    Fix: swap axes with `transpose` or `permute`; take softmax, mean and norm over a dimension of the sample, or over
+    the nodes of each graph; `nn.LSTM(..., batch_first=True)`.
 
     Sources: AndersonJo/dqn-pytorch#1, ray075hl/Bi-Model-Intent-And-Slot PR 2, ctallec/world-models#10, Lackel/DPN#1.
     """
@@ -28,13 +29,13 @@ def mixes_samples(run: RunContext, facts: FunctionFacts) -> Results:
         if facts.related:
             yield NotApplicable(facts.related)
         return
-    if not facts.is_batch and (modules is None or modules.looks < 4 or modules.same_inputs):
+    if not (facts.is_batch or facts.are_graphs) and (modules is None or modules.looks < 4 or modules.same_inputs):
         yield NotApplicable("the rows may be one thing, such as the nodes of a graph")
         return
     found = facts.neighbours
     yield run.finding(
         symptom=f"with one sample of a batch replaced, others change their outputs, first in {in_words(found.module)}",
-        severity="info" if found.amount < MIN_DEVIATION else "warning",
+        severity="info" if found.amount < MIN_DEVIATION and not facts.are_graphs else "warning",
         where=Where(module=found.module, source=found.line),
         evidence=[("change of the others' outputs, in standard deviations", found.amount, f"<= {found.limit:.2g}")],
     )
