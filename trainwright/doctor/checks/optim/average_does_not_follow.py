@@ -8,7 +8,7 @@ MAX_SHARE = 0.3  # Maximum fraction that a useful average takes of the weights i
 MIN_STILL = 0.5  # Median over the moves of the fraction of elements of a 16-bit copy that stay unchanged
 
 
-@check(stage="update", confidence=0.9)
+@check(stage="update", confidence=0.9, explains=("evaluation.labels_renamed",))
 def average_does_not_follow(run: RunContext, facts: AveragesFacts) -> Results:
     """A moving average of the weights (EMA) is not an average: its factors are wrong, or its dtype loses the changes.
 
