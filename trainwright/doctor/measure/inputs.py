@@ -108,6 +108,8 @@ def _at(place: int, change: Callable[[Tensor], Tensor]) -> InputHandler:
 def _order(session: ReplaySession, run: Callable[[Intervention], Outputs]) -> tuple[bool, bool]:
     """Returns ``keeps_order`` and ``needs_order`` of InputsFacts."""
     tokens = [each for each in session.inputs if each.dim() == 2 and not each.is_floating_point()]
+    are_ids, vectors = bool(tokens), [each for each in session.inputs if each.dim() == 3 and each.is_floating_point()]
+    tokens = tokens or vectors
     if len(tokens) != 1 or (length := tokens[0].shape[1]) < MIN_TOKENS:
         return True, False
     order = torch.randperm(length, generator=torch.Generator().manual_seed(0), device="cpu").to(tokens[0].device)
@@ -140,9 +142,9 @@ def _order(session: ReplaySession, run: Callable[[Intervention], Outputs]) -> tu
     held = [
         each
         for module in session.modules.values()
-        for each in (*module._buffers.values(), *module._parameters.values())
-    ]
+        for each in (*module._buffers.values(), *(module._parameters.values() if are_ids else ()))
+    ]  # a model of sets of vectors may have parameters of this shape, such as queries
     tables = [each for each in held if each is not None and each.dim() == 3 and 1 in each.shape[:2]]
-    is_by_token = any(length in each.shape[1:] for each in before)
+    is_by_token = are_ids and any(length in each.shape[1:] for each in before)
     needs = is_by_token or any(max(each.shape[:2]) >= length for each in tables)
     return max(map(moved, before, after)) > ROUNDING, needs

@@ -103,3 +103,35 @@ def test_attention_without_positions_is_found(positions: str) -> None:
     seen = found(Reader(positions), torch.randint(20, (128, 12)), classes=True)
     expected = {"none": ["info"], "unused": ["warning"]}.get(positions, [])
     assert [(code, severity) for code, _, severity in seen] == [("model.order_ignored", each) for each in expected]
+
+
+class OfVectors(nn.Module):
+    """Attention over vectors, with a table of positions that is read at one place or at all places, or without one."""
+
+    def __init__(self, positions: str) -> None:
+        super().__init__()
+        self.positions = positions
+        self.attend = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(8, 2)
+        if positions == "queries":
+            self.table = nn.Parameter(torch.randn(1, 16, 8))
+        elif positions != "none":
+            self.register_buffer("table", torch.randn(1, 16, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        if self.positions == "queries":
+            x = torch.cat([x, self.table.expand(len(x), -1, -1)], 1)
+        elif self.positions != "none":
+            x = x + (self.table[:, length] if self.positions == "one place" else self.table[:, :length])
+        out: Tensor = self.head(self.attend(x).mean(1))
+        return out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("positions", ["one place", "all places", "queries", "none"])
+def test_attention_over_vectors_without_positions_is_found(positions: str) -> None:
+    torch.manual_seed(0)
+    seen = found(OfVectors(positions), torch.randn(128, 12, 8), classes=True)
+    expected = {"none": ["info"], "queries": ["info"], "one place": ["warning"]}.get(positions, [])
+    assert [(code, severity) for code, _, severity in seen] == [("model.order_ignored", each) for each in expected]

@@ -12,8 +12,8 @@ def order_ignored(run: RunContext, exams: Every[InputsFacts]) -> Results:
     same, in that order, up to rounding, and the model has attention over the row. Weights that are all 0, as positions
     may be at the start, are filled with small numbers before.
 
-    Exceptions: reported only with -v if the model has no table of positions and one output for all tokens, because it
-    may be a model of sets.
+    Exceptions: reported only with -v if the model has no table of positions and one output for all tokens, or if its
+    tokens are vectors and no buffer is such a table, because it may be a model of sets.
 
     Usual cause: no positional encoding is added, or one whose value is the same at every position (`pe[:, n]` instead
     of `pe[:, :n]`, or a table indexed by the batch dimension).
