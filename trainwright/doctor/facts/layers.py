@@ -158,6 +158,7 @@ class Deviation:
     limit: float  # The largest change that rounding explains
     module: str | None = None  # Path of the first module whose output changed with unchanged input; None if unknown
     line: str | None = None  # Line in ``module`` that calls the first function whose result changed; None if unknown
+    is_reordered: bool = False  # Each sample has the unchanged output of another sample
 
     @property
     def is_real(self) -> bool:

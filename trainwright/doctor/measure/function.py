@@ -410,10 +410,23 @@ def place(passes: EvalPasses) -> Deviation | None:
         is_by_sample = one.shape == other.shape and one.dim() and one.shape[0] == size and size not in one.shape[1:]
         return distance(one, other.roll(-1, 0)) if is_by_sample else 0.0
 
-    found = Deviation(max_distance(passes.base, passes.run(change), moved_back), passes.limit)
-    return passes.located(found, change, moved_back)
+    outputs = passes.run(change)
+    found = passes.located(Deviation(max_distance(passes.base, outputs, moved_back), passes.limit), change, moved_back)
+    pairs = [pair for pair in zip(passes.base, outputs) if pair[0].dim() > 1 and len(pair[0]) == size]
+    return replace(found, is_reordered=found.is_real and bool(pairs) and all(_has_same_rows(*pair) for pair in pairs))
 
 
+def _has_same_rows(one: Tensor, other: Tensor) -> bool:
+    """Returns True if both have the same rows up to rounding, in any order, and few rows occur more than once."""
+    rows, others = (each.flatten(1).double() for each in (one, other))
+    if rows.shape != others.shape or len(rows) > MAX_COMPARED_ROWS:
+        return False
+    tolerance = SAME_ROW * spread(rows) * math.sqrt(rows.shape[1])
+    is_equal = torch.cdist(rows, others) < tolerance
+    return bool(is_equal.any(0).all() and is_equal.any(1).all()) and int(is_equal.sum()) < 2 * len(rows)
+
+
+SAME_ROW, MAX_COMPARED_ROWS = 1e-4, 512  # Largest distance of equal rows, in standard deviations of the outputs
 COMPARISONS = frozenset({"eq", "ne", "gt", "lt", "not_equal"})
 
 
