@@ -339,14 +339,13 @@ FAULTS = {
     "precision.lost_updates": (in_bfloat16,),
     "loss.bootstrapped_target_attached": (attached,),
     "loss.ends_ignored": (terminal, terminal_by_hand),
-    "model.softmax_over_one_value": (attention,),
     "loss.ratio_always_one": (policy,),
     "loss.posterior_collapse": (variational,),
     "model.uniform_noise": (sampled_uniformly, diffusion, diffusion_by_hand, diffusion_of_points),
     "loss.ctc_blank_is_label": (speech,),
     "loss.ctc_infeasible": (short_speech,),
     "model.view_reorders_axes": (tagger,),
-    "optim.weights_never_move": (adapters_without_gradient,),
+    "optim.weights_never_move": (adapters_without_gradient, attention),
 }
 HEALTHY = {
     "loss.ends_ignored": (continuing,),

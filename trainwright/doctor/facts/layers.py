@@ -49,7 +49,7 @@ class WrongAxes:
     """Calls at one place that treat axes, masks or noise wrongly."""
 
     # "reordered": a view is used instead of a transpose. "inverted": an attention mask hides everything except padding.
-    # "one_value": a softmax runs over an axis of size 1. "uniform_noise": noise is uniform instead of normal.
+    # "uniform_noise": noise is uniform instead of normal.
     kind: str
     module: str
     line: str | None

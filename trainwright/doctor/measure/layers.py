@@ -50,7 +50,6 @@ class Axes:
 
     def __init__(self) -> None:
         self._found: Counter[tuple[str, str, str | None, tuple[tuple[int, ...], ...]]] = Counter()
-        self._right: set[tuple[str, str]] = set()  # (kind, module): right in some pass, so not reported
         self._padding: Tensor | None = None
         self.noise = UniformNoise()
 
@@ -63,10 +62,6 @@ class Axes:
     def note(self, path: str, name: str, args: Args, kwargs: Kwargs, result: object) -> None:
         if self.noise.note(name, args, result):
             self._add("uniform_noise", path)
-        if name == "softmax" and isinstance(result, Tensor) and result.requires_grad and result.numel() > 1:
-            dim = argument(args, kwargs, 1, "dim", None)
-            is_one = isinstance(dim, int) and result.shape[dim] == 1
-            (self._add if is_one else self._exclude)("one_value", path)
         if name in ("view", "reshape") and isinstance(result, Tensor) and is_reordered(args[0].shape, result.shape):
             self._add("reordered", path, tuple(args[0].shape), tuple(result.shape))
         if self._padding is not None and (hidden := hidden_keys(name, args, kwargs)) is not None:
@@ -79,14 +74,11 @@ class Axes:
         if key in self._found or len(self._found) < MAX_SITES:
             self._found[key] += 1
 
-    def _exclude(self, kind: str, path: str) -> None:
-        self._right.add((kind, path))
-
     def facts(self) -> tuple[WrongAxes, ...]:
         return tuple(
             WrongAxes(kind=kind, module=path, line=line, shapes=shapes)
             for (kind, path, line, shapes), times in self._found.items()
-            if times >= MIN_PASSES and (kind, path) not in self._right
+            if times >= MIN_PASSES
         )
 
 

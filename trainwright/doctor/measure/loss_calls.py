@@ -222,7 +222,6 @@ MIN_TARGETS_PER_CLASS = 40  # Minimum mean number of targets per class for a com
 MIN_FIT, MIN_GAIN_OF_FIT = 0.95, 0.3
 """Minimum absolute correlation of log class weights and log frequencies, and minimum gain by another class order."""
 MIN_PAIRS = 4  # Minimum size N of a matrix of similarities
-MIN_NOISE = 32  # Minimum number of elements of normal noise
 MAX_LOG_PROBABILITY = 1e-3  # Maximum log-probability that is accepted: 0, and a margin for rounding
 BOUNDED_BELOW = CLASSES | BINARY | DISTANCES | {
     "kl_div", "ctc_loss", "soft_margin_loss", "multi_margin_loss", "multilabel_margin_loss",
@@ -689,8 +688,6 @@ class LossCalls:
     def on_backward(self, losses: Sequence[Tensor]) -> None:
         """Records the leaves of each term of the loss. They are evaluated before the next backward pass."""
         self._evaluate_terms()
-        if is_variance_deviation(nodes_behind([each.grad_fn for each in losses if each.grad_fn is not None])):
-            self._step_mistakes.add(("variance_is_deviation", "exp", None))
         waiting = [each.grad_fn for each in losses]
         for node in waiting:  # grows during the iteration
             if node is not None and type(node).__name__.startswith(("Add", "Sub", "Mul", "Div", "Neg")):
@@ -880,40 +877,6 @@ def _loss_direction(op: str, extremes: Sequence[float]) -> int:
     if op == "log_softmax":
         return 0 if not is_sparse else -1 if low > 0 else 1
     return 1 if low > 0 else -1
-
-
-def is_variance_deviation(nodes: Collection[Node]) -> bool:
-    """Returns True if exp(a) is a variance in one place of the graph, and the standard deviation of noise in another.
-
-    As a deviation, it multiplies normal noise. As a variance, it is added to or subtracted from another tensor with a
-    graph, as in ``1 + a - mean ** 2 - exp(a)``.
-    """
-    consumers: dict[Node, list[Node]] = {}
-    exponents: dict[tuple[Node | None, int], list[Node]] = {}
-    for node in nodes:
-        for following, _ in node.next_functions:
-            if following is not None and type(following).__name__ == "ExpBackward0":
-                consumers.setdefault(following, []).append(node)
-    for exp in consumers:
-        exponents.setdefault(exp.next_functions[0], []).append(exp)
-    for same in exponents.values():
-        uses = [use for exp in same for use in consumers[exp]]
-        sums = [use for use in uses if type(use).__name__.startswith(("AddBackward", "SubBackward"))]
-        is_variance = any(all(each is not None for each, _ in use.next_functions) for use in sums)
-        if is_variance and any(type(use).__name__ == "MulBackward0" and _scales_noise(use) for use in uses):
-            return True
-    return False
-
-
-def _scales_noise(product: Node) -> bool:
-    """Returns True if the factor without a graph is normal noise. Synchronizes with the device."""
-    number = next((n for n, (each, _) in enumerate(product.next_functions) if each is None), None)
-    factor = None if number is None else getattr(product, "_saved_self" if number == 0 else "_saved_other", None)
-    if not isinstance(factor, Tensor) or factor.numel() < MIN_NOISE:
-        return False
-    return bool(
-        (factor.mean().abs() < 4 / factor.numel() ** 0.5) & ((factor.std() - 1).abs() < 0.2) & (factor < 0).any()
-    )
 
 
 class LossListener(Probe):

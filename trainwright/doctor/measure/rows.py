@@ -390,7 +390,7 @@ class InputRows(Probe):
             return None
         found = self._found
         found.distinct, found.new_lately = len(self._seen), sum(self._new) / len(self._new)
-        if found.same >= SAME - 1 and found.whole <= found.batch and not self._num_iterators:
+        if found.same >= MIN_SAME_STEPS - 1 and found.whole <= found.batch and not self._num_iterators:
             found.unread = next(filter(None, map(self._yields_such_batches, self._values_of_loop())), "")
         if self._newest is not None:
             found.workers, found.source = self._newest.workers, self._newest.line
