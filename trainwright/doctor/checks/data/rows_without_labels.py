@@ -17,8 +17,8 @@ def rows_without_labels(run: RunContext, exams: Every[LossFacts]) -> Results:
     Why it matters: what these rows are meant to teach is never learned, and the loss looks normal.
 
     How it is detected: the targets of texts begin with ignored tokens (the prompt), and the answer follows. In at least
-    a tenth of the rows of every examined step all targets are ignored, in four steps or more. Or all targets of an examined step are ignored, and the
-    loss and the gradient of the first four steps are exactly 0 (critical).
+    a tenth of the rows of every examined step all targets are ignored, in four steps or more. Or all targets of an
+    examined step are ignored, and the loss and the gradient of the first four steps are exactly 0 (critical).
 
     Exceptions: losses whose other rows have labels at their first tokens, or only at scattered tokens.
 
