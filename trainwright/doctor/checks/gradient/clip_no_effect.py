@@ -9,8 +9,8 @@ from trainwright.runs.records import Watched
 def clip_no_effect(run: RunContext) -> Results:
     """Gradient clipping has no effect: updates are made with gradients above the threshold.
 
-    How it is detected: every clip comes after `step()`, or before there are gradients, or gets no parameters; and the
-    norm at the update is above the threshold.
+    How it is detected: every clip comes after `step()` or before there are gradients, and the norm at the update is
+    above the threshold; or a clip gets no parameters.
 
     Usual cause: the clip comes after `step()` or before `backward()`; or it gets an iterator that is used up: `filter`,
     `map` and the result of `parameters()` can be iterated only once.
@@ -37,8 +37,10 @@ def clip_no_effect(run: RunContext) -> Results:
     order = " ".join(kind for kind, _ in kinds(step, "backward", "clip", "step", "zero_grad"))
     yield run.finding(
         step.step,
-        symptom=f"updates are made with gradients of norm {step.grad_norm:.3g}, though they are clipped at {at:g}",
-        cause="the clip gets no parameters: its iterator is used up" if step in empty else "",
+        symptom=f"clip_grad_norm_ with max_norm {at:g} gets no parameters"
+        if step in empty
+        else f"updates are made with gradients of norm {step.grad_norm:.3g}, though they are clipped at {at:g}",
+        cause="its iterator, such as the result of `parameters()` or `filter`, is used up" if step in empty else "",
         since_step=over[0][0].step,
         evidence=[("order of the calls", order), ("norm at the update", step.grad_norm, at)],
     )

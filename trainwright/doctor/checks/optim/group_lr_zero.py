@@ -23,7 +23,7 @@ def group_lr_zero(run: RunContext, exams: Every[CallsFacts]) -> Results:
         return
     (since, before), (step, now) = every
     for number, optimizer in enumerate(now.optimizers):
-        alive = [group.lr for group in optimizer.groups if group.lr != 0.0]
+        alive = [group.lr for group in optimizer.groups if group.lr]
         for place, (group, was) in enumerate(zip(optimizer.groups, before.optimizers[number].groups)):
             may_rise = bool(group.initial_lr) and not (run.finished and len(run.steps) > 50)
             if group.lr == 0.0 == was.lr and group.with_grad and alive and not may_rise:

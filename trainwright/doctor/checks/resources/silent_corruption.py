@@ -62,5 +62,5 @@ def silent_corruption(run: RunContext, facts: RanksFacts) -> Results:
         sure=0.95 if is_flip else 0.6,
         since_step=at.step if at else differing.step,
         where=Where(rank=guilty[0] if len(guilty) == 1 else None, module=name.rpartition(".")[0]),
-        evidence=[("one bit differs", is_flip, False)],
+        evidence=[("exactly one bit of a value differs", is_flip)],
     )
