@@ -676,3 +676,17 @@ def test_a_loss_by_name_names_a_batch_that_is_no_pair(loss: str) -> None:
     x, labels = data(64)
     with pytest.raises(UsageError, match=f"{loss} needs batches of .*a dict with x, labels"):
         tw.fit(net(), {"x": x, "labels": labels}, loss, steps=1, quiet=True)
+
+
+def test_a_split_that_is_not_used_is_named() -> None:
+    splits = {"train": TensorDataset(*data(64)), "test": TensorDataset(*data(16))}
+    for val, expected in ((None, ["the split 'test'"]), (splits["test"], []), ({"clean": splits["test"]}, [])):
+        result = tw.fit(net(), splits, nn.functional.cross_entropy, val=val, steps=1, quiet=True)
+        notes = json.loads((result.run / "plan.json").read_text())["notes"]
+        assert [note["choice"] for note in notes if note["topic"] == "not used"] == expected
+
+
+@pytest.mark.parametrize("path", ["model.dtype", "model.architecture", "model.args.width"])
+def test_settings_cannot_build_the_model_of_fit(path: str) -> None:
+    with pytest.raises(UsageError, match="was passed to fit as an object"):
+        tw.fit(net(), data(64), nn.functional.cross_entropy, settings={path: "bf16"}, steps=1, quiet=True)

@@ -52,14 +52,6 @@ def test_samples_that_are_tuples_stay_samples() -> None:
     assert unwrap(((X[0], 1), (X[1], 0))).samples == 2
 
 
-def test_a_set_that_is_not_used_is_said() -> None:
-    data = {"train": ROWS, "test": ROWS}
-    result = tw.fit(nn.Linear(4, 2), data, nn.CrossEntropyLoss(), until="1steps", settings=QUICK, quiet=True)
-    notes = json.loads((result.run / "plan.json").read_text())["notes"]
-    assert [note["choice"] for note in notes if note["topic"] == "not used"] == ["the set 'test' of data"]
-    assert result.val_loss is None
-
-
 def test_an_observer_may_be_named_as_in_a_recipe() -> None:
     early = {"use": "early_stopping", "args": {"patience": 1, "min_delta": 1e9}}
     options: dict[str, Any] = {"val": (X, Y), "until": "9ep", "batch": 60, "quiet": True, "settings": QUICK}

@@ -231,7 +231,9 @@ def test_fit_takes_a_name(folder: Path, name: str | Path) -> None:
     assert torch.equal(logits(exported), logits(model_of(by_name)))
 
 
-@pytest.mark.parametrize("settings", [{"model.args.dtype": "bf16"}, {"model": {"args": {"dtype": "bf16"}}}])
+@pytest.mark.parametrize(
+    "settings", [{"model.args.dtype": "bf16"}, {"model": {"args": {"dtype": "bf16"}}}, {"model.dtype": "bf16"}]
+)
 def test_fit_loads_a_named_model_with_its_args(folder: Path, settings: dict[str, Any]) -> None:
     data = {"input_ids": IDS.repeat(4, 1), "labels": IDS.repeat(4, 1)}
     assert model_of(tw.fit("base", data, batch=4, steps=1, settings=settings, quiet=True)).dtype == torch.bfloat16

@@ -103,10 +103,12 @@ def _remedy(name: str, known: Iterable[str]) -> str:
 
 
 OBJECT_SECTIONS = (("model",), ("loss",), ("data", "train"), ("data", "val"), ("data", "more_val"))
-"""Recipe sections that ``fit`` receives as objects: ``settings`` may set neither ``use`` nor ``args``.
+"""Recipe sections that ``fit`` receives as objects: ``settings`` may not set the keys that build them.
 
 A loss may also be a name; its ``args`` may then be set.
 """
+LOADING_KEYS = ("architecture", "dtype", "revision", "trust_remote_code")
+BUILDING_KEYS = ("use", "args", "name", *LOADING_KEYS)
 
 
 class ObjectArguments(NamedTuple):
@@ -130,7 +132,7 @@ class ObjectArguments(NamedTuple):
             if (
                 section[0] not in self.may_set
                 and tuple(keys[: len(section)]) == section
-                and (len(keys) == len(section) or keys[len(section)] in ("use", "args"))
+                and (len(keys) == len(section) or keys[len(section)] in BUILDING_KEYS)
             ):
                 return section[-1]
         if keys[0] not in self.may_set:

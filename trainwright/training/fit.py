@@ -29,6 +29,7 @@ from trainwright.recipe import LOSSES, Loaded, from_mapping
 from trainwright.recipe.resolve import import_factory
 from trainwright.recipe.schema import DEFAULT_BATCH_SIZE
 from trainwright.training.arguments import (
+    LOADING_KEYS,
     NO_FUNCTION,
     ObjectArguments,
     Rebuild,
@@ -304,7 +305,8 @@ def _fit_objects(
         "device": None if device is None else str(device),
     }
     by_path = {path: asked[key] for key, path in SHORT_NAMES.items() if asked.get(key) is not None}
-    data, val, unused = _split(data, options.get("val"))
+    whole = data
+    data, val = _split(data, options.get("val"))
     take = partial(_unwrapped, model, judge)
     train_data = take(data, "data")
     sets = {name: take(each, f"val[{name!r}]" if name else "val") for name, each in _by_name(val).items()}
@@ -338,7 +340,7 @@ def _fit_objects(
         generators=None if is_seeded else generators,
         rebuild=rebuild._replace(is_seeded=is_seeded)._asdict(),
     )
-    notes = tuple(_unused_notes(train_data, next(iter(sets.values()), None), unused))
+    notes = (*_unused_splits(whole, data, val), *_unused_notes(train_data, next(iter(sets.values()), None)))
     parts = Parts(model, train_data, val_sets, no_loss if isinstance(judge, str) else judge, notes, custom=custom)
     if not isinstance(judge, str):
         return FitObjects(loaded, parts)
@@ -376,13 +378,20 @@ def _unwrapped(model: nn.Module, judge: str | Callable[..., object], data: objec
         raise UsageError(f"fit: {argument}: {error.message}", remedy=error.remedy) from None
 
 
-def _split(data: object, val: object) -> tuple[object, object, list[str]]:
-    """Return the training set, the validation set and the names of unused sets. A dict of datasets is split by keys."""
+def _split(data: object, val: object) -> tuple[object, object]:
+    """Return the training and the validation set. A dict of datasets is split by its keys."""
     if not isinstance(data, Mapping) or isinstance(data.get("train"), Tensor | np.ndarray | None):
-        return data, val, []
-    named = next((name for name in ("validation", "val", "valid") if name in data and val is None), None)
-    unused = [str(name) for name in data if name not in ("train", named)]
-    return data["train"], val if named is None else data[named], unused
+        return data, val
+    named = next((data[name] for name in ("validation", "val", "valid") if name in data), None)
+    return data["train"], named if val is None else val
+
+
+def _unused_splits(whole: object, data: object, val: object) -> Iterator[Note]:
+    """Yield a note on each split of a dict of datasets that is neither trained nor evaluated on."""
+    used = [data, val, *(val.values() if isinstance(val, Mapping) else ())]
+    for name, split in whole.items() if isinstance(whole, Mapping) and data is not whole else ():
+        if not any(split is each for each in used):
+            yield Note("not used", f"the split {name!r}", f"to evaluate on it, pass it as val=data[{name!r}]")
 
 
 def _require_usable(train: Unwrapped, sets: Iterable[Unwrapped], batch: int | None) -> None:
@@ -400,10 +409,8 @@ def _require_usable(train: Unwrapped, sets: Iterable[Unwrapped], batch: int | No
             )
 
 
-def _unused_notes(train: Unwrapped, val: Unwrapped | None, unused: Iterable[str]) -> Iterator[Note]:
-    """Yield notes on datasets and on DataLoader arguments that have no effect."""
-    for name in unused:
-        yield Note("not used", f"the set {name!r} of data", f"to evaluate on it, pass val=data[{name!r}]")
+def _unused_notes(train: Unwrapped, val: Unwrapped | None) -> Iterator[Note]:
+    """Yield notes on DataLoader arguments that have no effect."""
     for name, why in train.not_used.items():
         yield Note("not used", f"{name} of the DataLoader", why)
     if val is not None and val.workers:
@@ -441,14 +448,20 @@ def _overrides(
 
 
 def _without_model_args(settings: object) -> tuple[Any, dict[str, Any]]:
-    """Return ``settings`` without those of ``model.args``, and these, with which a model is loaded by its name."""
+    """Return ``settings`` without arguments of the model, and these, with which it is loaded by its name."""
     if not isinstance(settings, Mapping):
         return settings, {}
-    flat, prefix = dict(_flattened(settings)), "model.args."
-    args = flat.pop("model.args", None)
-    loaded_with = dict(args) if isinstance(args, Mapping) else {}
-    loaded_with |= {path.removeprefix(prefix): value for path, value in flat.items() if path.startswith(prefix)}
-    return {path: value for path, value in flat.items() if not path.startswith(prefix)}, loaded_with
+    rest: dict[str, object] = {}
+    args: dict[str, Any] = {}
+    for path, value in _flattened(settings):
+        section, _, key = path.rpartition(".")
+        if path == "model.args" and isinstance(value, Mapping):
+            args |= value
+        elif section == "model.args" or (section == "model" and key in LOADING_KEYS):
+            args[key] = value
+        else:
+            rest[path] = value
+    return rest, args
 
 
 def _require_new(path: str, by_path: Mapping[str, object], objects: ObjectArguments) -> None:
@@ -461,7 +474,7 @@ def _require_new(path: str, by_path: Mapping[str, object], objects: ObjectArgume
     if argument := objects.conflicting_argument(keys):
         raise UsageError(
             f"settings has {path}, but the {argument} was passed to fit as an object",
-            remedy=f"leave {path} out and build the object with that setting",
+            remedy=f"leave {path} out and pass an object that was built with that setting",
         )
 
 
