@@ -22,7 +22,7 @@ from trainwright.data import fingerprint
 from trainwright.engine.dry_run import Mode, dry_run
 from trainwright.engine.observer import Stop
 from trainwright.engine.precision import FP32
-from trainwright.errors import RecipeError, UsageError
+from trainwright.errors import DataError, RecipeError, UsageError
 
 
 def data(count: int = 256) -> tuple[torch.Tensor, torch.Tensor]:
@@ -690,3 +690,10 @@ def test_a_split_that_is_not_used_is_named() -> None:
 def test_settings_cannot_build_the_model_of_fit(path: str) -> None:
     with pytest.raises(UsageError, match="was passed to fit as an object"):
         tw.fit(net(), data(64), nn.functional.cross_entropy, settings={path: "bf16"}, steps=1, quiet=True)
+
+
+def test_conversations_need_a_chat_template() -> None:
+    turns = [{"role": "user", "content": "Name a bird."}, {"role": "assistant", "content": "A heron."}]
+    with pytest.raises(DataError, match="collating conversations") as raised:
+        tw.fit(WithLoss(), [{"messages": turns[: 1 + at % 2]} for at in range(40)], steps=1, quiet=True)
+    assert raised.value.remedy is not None and "Chat(path, tokenizer=...)" in raised.value.remedy

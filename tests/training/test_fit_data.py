@@ -15,7 +15,7 @@ import trainwright as tw
 from trainwright.assembly.assemble import Parts
 from trainwright.commands.check.samples import read
 from trainwright.data.unwrap import unwrap
-from trainwright.errors import DataError, RecipeError, UsageError
+from trainwright.errors import RecipeError, UsageError
 from trainwright.plan.trace.blueprint import make_blueprint
 from trainwright.recipe import from_mapping
 
@@ -59,14 +59,6 @@ def test_an_observer_may_be_named_as_in_a_recipe() -> None:
         tw.fit(nn.Linear(4, 2), (X, Y), nn.CrossEntropyLoss(), observers=each, **options) for each in (early, [early])
     ]
     assert [result.step for result in results] == [4, 4]
-
-
-def test_rows_of_texts_need_a_tokenizer() -> None:
-    turns = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "I."}]
-    data = [{"messages": turns * (1 + position % 3)} for position in range(40)]
-    with pytest.raises(DataError) as caught:
-        tw.fit(nn.Linear(4, 2), data, lambda model, batch: model(X).sum(), until="1steps", settings=QUICK, quiet=True)
-    assert "Chat(FILE" in caught.value.remedy
 
 
 class Seen(tw.Observer):

@@ -205,26 +205,17 @@ class Failed(NamedTuple):
 PAD_REMEDY = (
     "the samples differ in length: a collate function has to pad them, DataLoader(dataset, ..., collate_fn=tw.pad())"
 )
+CONVERSATION_KEYS = frozenset({"messages", "conversations"})
+CHAT_REMEDY = (
+    "the model needs token ids: write the conversations to a file, and read it with use: chat in a recipe or "
+    "trainwright.finetune.datasets.Chat(path, tokenizer=...)"
+)
 
 
 FORM_REMEDY = (
     "no sample can be collated: let the dataset give tensors, arrays or numbers (pictures: a transform such as "
     "ToTensor()), or the DataLoader get a collate_fn that takes its samples"
 )
-
-
-TEXT_REMEDY = (
-    "the samples are texts: let a dataset tokenize them, for example trainwright.finetune.datasets.Chat(FILE, "
-    "tokenizer=...), see docs/how-to/chat-data.md"
-)
-
-
-def _has_texts(sample: Sample) -> bool:
-    """Return True for a mapping with a text or a list of messages, as files for fine-tuning have."""
-    return isinstance(sample, Mapping) and any(
-        isinstance(value, str) or (isinstance(value, list | tuple) and value and isinstance(value[0], Mapping))
-        for value in sample.values()
-    )
 
 
 def batch_seed(seed: int, epoch: int, start: int) -> int:
@@ -361,8 +352,8 @@ def _collated(key: Key, samples: list[Sample], collate: Collate) -> Fetched | Fa
         return Fetched(key, collate(samples))
     except Exception as error:
         what, ids = f"{text_of(error, lines=1)} while collating", key.ids.tolist()
-        if all(map(_has_texts, samples)):
-            return Failed(tuple(ids), what, TEXT_REMEDY)
+        if isinstance(samples[0], Mapping) and not CONVERSATION_KEYS.isdisjoint(samples[0]):
+            return Failed(tuple(ids), f"{what} conversations", CHAT_REMEDY)
         alone = samples_at_fault(samples, collate).items()
         if alone:
             return [BadSample(ids[at], f"{what} ({why})") for at, why in alone]
