@@ -92,7 +92,7 @@ def _write_hub(folder: RunFolder, job: Job) -> None:
         draft.mkdir()
         if write_hub_files(model, draft):
             dataset = job.parts.train.dataset
-            tokenizer = next(filter(None, _each_given(dataset, "tokenizer")), None)
+            tokenizer: Any = next(filter(None, _each_given(dataset, "tokenizer")), None)
             if hasattr(tokenizer, "save_pretrained") and not _has_vocabulary(draft / "tokenizer.json", tokenizer):
                 tokenizer.save_pretrained(draft)  # tokens were added, or it is not that of the base model
             if (template := next(filter(None, _each_given(dataset, "given_template")), None)) is not None:
