@@ -22,14 +22,18 @@ MAX_MICRO_BATCHES = 16  # If more micro-batches than this are dropped, they are 
 
 @dataclass
 class _Mean:
-    """A mean over ``count`` elements (None: unknown). ``weight`` is the gradient with respect to it."""
+    """A mean over ``count`` elements (None: unknown). ``weight`` is the gradient with respect to it.
+
+    ``fraction`` is less than 1 for a sum over a micro-batch that is divided by a larger number of elements.
+    """
 
     count: float | None
+    fraction: float = 1.0
     weight: float | None = None
 
     def add(self, gradient: Tensor) -> None:
         """Adds a gradient. The hook is on the mean as it was returned, before any in-place change."""
-        self.weight = float(gradient) + (self.weight or 0.0)
+        self.weight = float(gradient) * self.fraction + (self.weight or 0.0)
 
 
 @dataclass
@@ -62,10 +66,12 @@ class _Means:
         """Returns the mean that a function returned; None if it returned none."""
         if name.strip("_") in ("div", "true_divide", "truediv", "itruediv") and len(args) > 1:
             divisor, summed = args[1], self._sums.get(id(args[0]))
-            if summed is None or not isinstance(divisor, Tensor) or divisor.dim() or divisor.requires_grad:
+            is_constant = not divisor.dim() and not divisor.requires_grad if isinstance(divisor, Tensor) else True
+            if summed is None or not is_constant:
                 return None
-            # a larger divisor counts masked elements, too
-            return _Mean(float(divisor)) if float(divisor) <= 1.1 * summed else None
+            if float(divisor) > 1.1 * summed:  # it counts masked elements, too, or the elements of all micro-batches
+                return _Mean(float(summed), summed / float(divisor))
+            return _Mean(float(divisor)) if isinstance(divisor, Tensor) else None
         if name == "mean":
             return _Mean(float(args[0].numel()))
         is_loss = name.endswith("_loss") or name.startswith(("cross_entropy", "binary_cross_entropy"))
@@ -91,12 +97,14 @@ def accumulation(session: ReplaySession) -> AccumulationFacts:
     result = session.run(Intervention(inputs=means.start_call, ops=means.collect), upto="step")
     found = [
         max(
-            ((m.weight / b.scale, m.count) for m in of_call if m.weight is not None),
+            ((m.weight / b.scale, m.count, m.fraction) for m in of_call if m.weight is not None),
             key=lambda e: abs(e[0]),
             default=None,
         )
         for of_call, b in zip(means.by_call, backwards)
     ]
+    if not 0.9 < sum(each[0] for each in found if each is not None) < 1.1:
+        found = [each if each is None or each[2] == 1 else None for each in found]
     names = {tuple(each.name for each in part if isinstance(each, Operation)) for part in parts}
     norm = step.grad_norm
     return AccumulationFacts(
