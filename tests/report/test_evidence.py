@@ -9,7 +9,9 @@ import pytest
 
 from tests.report_pages.runs import ended, evaluated, found, make_run, started, step
 from trainwright.errors import UsageError
-from trainwright.report.evidence import evidence_of, write_evidence
+from trainwright.report.diagnosis import diagnosis_of
+from trainwright.report.evidence import evidence_of, points_around, write_evidence
+from trainwright.report.pages.view import RunView
 from trainwright.report.source_lines import excerpt_of
 from trainwright.runs.folder import RunFolder
 from trainwright.runs.records import Watched, Where
@@ -52,6 +54,12 @@ def test_the_file_says_what_how_known_and_where(tmp_path: Path) -> None:
     ):
         assert part in text, part
     assert "| 60 |" not in text and "host-of-one" not in text
+
+
+def test_a_step_with_two_records_is_listed_once(tmp_path: Path) -> None:
+    folder = run_with(tmp_path, step=1, since_step=None)  # step 1 has a record of the watch, too
+    points = points_around(RunView.read(folder.path), next(iter(diagnosis_of(folder).findings)))
+    assert [each.step for each in points] == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_finding_without_a_line_shows_the_lines_of_its_step(tmp_path: Path) -> None:

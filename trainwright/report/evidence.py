@@ -269,7 +269,7 @@ def points_around(view: RunView, found: Found) -> Iterator[CurvePoint]:
     for at in {found.step if found.since_step is None else found.since_step, found.step}:
         nearest = int(np.searchsorted(steps, at))
         kept |= set(range(max(0, nearest - RECORDS_AROUND), min(len(steps), nearest + RECORDS_AROUND + 1)))
-    for index in sorted(kept):
+    for index in {int(steps[each]): each for each in sorted(kept)}.values():  # a step may have two records
         values = (float(column(rows, name)[index]) for name in ("loss", "grad_norm", "lr"))
         yield CurvePoint(int(steps[index]), *(None if np.isnan(each) else each for each in values))
 
