@@ -562,7 +562,7 @@ def test_a_run_can_be_named_after_its_text_was_cleaned(tmp_path: Path) -> None:
 
     async def act(ask: Session) -> None:
         assert (await ask("list_runs"))["runs"][0]["run"] == "ab"
-        assert (await ask("diagnose_run", run="ab"))["step"] == 0
+        assert (await ask("diagnose_run", run="ab"))["step"] == 1
         assert RunFolder.open(tmp_path / "a\x1b[31mb")
 
     asked(tmp_path, act)
