@@ -185,9 +185,6 @@ class SamplesFacts:
     written: int = 0  # Number of steps that changed the model's input in place
     written_views: int = 0  # Number of these in which the input was a view of a larger tensor
     since_written: int = 0  # The first of these steps
-    mirrored: int = 0  # Samples that came again with all points (x, y) mirrored, each in its place
-    ordered: int = 0  # Pairs of points of which one is on the right of the other in all evaluated samples
-    evaluated: int = 0  # Evaluated samples with points
     changed: int = 0  # Number of changed samples if one ``a * x + b`` per element explains all of them, else 0
     factor: float = 1.0  # The median of ``a``
     since_changed: int = 0  # The first step with such a change
@@ -218,7 +215,6 @@ class InputSpread:
     mean: float | None = None
     std: float | None = None
     absmax: float | None = None
-    spacing: float = 0.0  # Distance of the largest value to the next one in float32; 0 in other formats
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -195,8 +195,7 @@ def _spread(x: Tensor) -> InputSpread:
         return spread
     rows = x[:MAX_ROWS].flatten(1)[:, :: max(1, x[0].numel() // MAX_COLUMNS)].double() if x.dim() > 1 else x.double()
     mean, std, largest = float(rows.mean()), float(rows.std(correction=0)), float(rows.abs().max())
-    spacing = largest * torch.finfo(x.dtype).eps if x.dtype == torch.float32 else 0.0
-    return replace(spread, mean=mean, std=std, absmax=largest, spacing=spacing)
+    return replace(spread, mean=mean, std=std, absmax=largest)
 
 
 def _is_constant(x: Tensor) -> bool:

@@ -25,7 +25,6 @@ MAX_PAIRS = 8  # Changed samples that are kept to fit their change
 MIN_PAIRS = 4
 MAX_FIT_ERROR = 1e-4  # Maximum relative error of the fit ``now = a * before + b`` of each element
 MIN_CHANGE = 0.02  # Minimum change of ``a`` from 1, and of ``b`` from 0 in standard deviations
-MAX_POINTS = 128
 MAX_PICTURES = 48
 MIN_SIDE, MAX_ELEMENTS = 4, 2**16  # Sizes of pictures that are compared
 MIN_CORRELATION, MAX_OTHER_CORRELATION = 0.98, 0.9
@@ -50,8 +49,6 @@ class StoredSamples(Probe):
         self._known: dict[Key, Tensor] = {}
         self._pairs: list[tuple[Tensor, Tensor]] = []  # values of a changed sample before and now
         self._factors: list[float] = []  # ``a`` of each changed sample that is ``a * before + b``
-        self._points: dict[Key, Tensor] = {}
-        self._is_right: Tensor | None = None  # for each pair of points
         self._pictures: dict[Key, tuple[Tensor, Tensor]] = {}
         self._shape: torch.Size | None = None  # of the pictures in the batches of this step
         self._num_rows = 0
@@ -61,10 +58,7 @@ class StoredSamples(Probe):
         self._lines[iterator] = id(getattr(loader, "dataset", None)), caller()
 
     def on_batch(self, iterator: object, ids: object, batch: object, wait_s: float) -> None:
-        if iterator not in self._lines or not isinstance(ids, list):
-            return
-        if not torch.is_grad_enabled():
-            self._add_order(leaves_of(batch), len(ids))
+        if iterator not in self._lines or not isinstance(ids, list) or not torch.is_grad_enabled():
             return
         dataset, line = self._lines[iterator]
         self._found.source = self._found.source or line
@@ -75,9 +69,6 @@ class StoredSamples(Probe):
             self._add_values(x, keys[:4])
         if self._is_target is not False:
             self._add_pictures(leaves, keys)
-        if len(self._points) < MAX_SAMPLES or self._is_due(self._steps + 1):
-            for points in _points_of(leaves)[-1:]:
-                self._add_points(points, keys[:8])
 
     def _add_values(self, x: Tensor, keys: Sequence[tuple[int, Key]]) -> None:
         if len(self._known) >= MAX_SAMPLES:  # only samples that are known can be compared
@@ -161,44 +152,12 @@ class StoredSamples(Probe):
                     found.since_apart = found.since_apart or self._steps + 1
                     self.urgent = self.urgent or found.apart == MIN_PAIRS
 
-    # points
-
-    def _add_points(self, points: Tensor, keys: Sequence[tuple[int, Key]]) -> None:
-        """Counts samples whose points (P, 2) were mirrored, each in its place."""
-        for at, key in keys:
-            before, now = self._points.get(key), points[at].double()
-            if before is None and len(self._points) < MAX_SAMPLES:
-                self._points[key] = now
-            elif before is not None and before.shape == now.shape:
-                total, error = (before + now)[:, 0], 1e-4 * (before.abs().max() + now.abs().max())
-                is_mirrored = ((total - total.mean()).abs() <= error).all() & (before != now)[:, 0].any()
-                self._found.mirrored += bool(is_mirrored & ((before - now)[:, 1].abs() <= error).all())
-                self.urgent = self.urgent or self._found.mirrored == MIN_PAIRS
-
-    def _add_order(self, leaves: Sequence[Tensor], rows: int) -> None:
-        """Finds pairs of points of which one is on the right of the other in all evaluated samples."""
-        for points in _points_of([each for each in leaves if len(each) == rows and not each.is_cuda])[-1:]:
-            x = points[..., 0]
-            is_right = (x[:, :, None] > x[:, None, :]).all(0)
-            known = self._is_right
-            self._is_right = is_right & known if known is not None and known.shape == is_right.shape else is_right
-            self._found.ordered = int(self._is_right.sum())
-            self._found.evaluated += rows
-
     def facts(self) -> SamplesFacts:
         self.urgent = False
         factor = self._change()
         changed = 0 if factor is None else max(len(self._pairs), len(self._factors))
         apart = self._found.apart if self._is_target else 0
         return replace(self._found, changed=changed, factor=factor or 1.0, apart=apart)
-
-
-def _points_of(leaves: Sequence[Tensor]) -> list[Tensor]:
-    """Returns tensors of two or more points for each sample, (N, P, 2), from (N, P, 2) or (N, 2 P)."""
-    floats = [each for each in leaves if each.is_floating_point() and len(each)]
-    flat = [each.reshape(len(each), -1, 2) for each in floats if each.dim() == 2 and each.shape[1] % 2 == 0]
-    points = [*(each for each in floats if each.dim() == 3 and each.shape[2] == 2), *flat]
-    return [each for each in points if 2 <= each.shape[1] <= MAX_POINTS]
 
 
 def _factor(pairs: Sequence[tuple[Tensor, Tensor]]) -> float | None:
