@@ -56,7 +56,7 @@ class Evaluations(Probe):
         self._num_iterators = 0
         # Of the first pass of each model in an evaluation, by call site and place among the models that it calls: the
         # versions of the weights, the sums of inputs and outputs, and whether they equal those of the last evaluation
-        self._first: dict[tuple[Site, int], tuple[int, Tensor]] = {}
+        self._first: dict[tuple[Site, int], tuple[int, tuple[float, ...]]] = {}
         self._same: dict[tuple[Site, int], bool] = {}
         self._called: dict[Site, list[int]] = {}
         self._still, self._is_copy = 0, False
@@ -108,9 +108,10 @@ class Evaluations(Probe):
         self._is_copy = not any(root is each for each in self._roots)
         weights = [p for each in (self._roots if self._is_copy else [root]) for p in each.parameters()]
         version = sum(p._version for p in weights if not p.is_inference())
-        sums = torch.stack([each.detach().double().sum().cpu() for each in plain(tensors)])
+        real = [each.detach().abs() if each.is_complex() else each.detach() for each in plain(tensors)]
+        sums = tuple(float(each.double().sum()) for each in real)
         before, self._first[key] = self._first.get(key), (version, sums)
-        self._same[key] = before is not None and before[0] != version and torch.equal(before[1], sums)
+        self._same[key] = before is not None and before[0] != version and before[1] == sums and len(sums) > 1
 
     def on_backward_called(self) -> None:
         if self._outputs.pushed:
