@@ -2,10 +2,11 @@ import math
 
 from trainwright.doctor import ExperimentRequest, NotApplicable, RemedyTrial, Results, RunContext, check
 from trainwright.doctor.facts.weights import BatchStepsFacts, UpdateFacts
+from trainwright.doctor.trend import still_falls
 
 MIN_LOSS_RISE = 0.5  # Fraction by which an update raises the loss of its own batch
 MIN_RATIO, MIN_RATIO_OF_RISE = 0.03, 0.1  # Update / weights, in a run without progress; the second: if the loss rises
-MAX_REQUESTED = 4  # Updates that are replayed because the loss of the run has not fallen
+MAX_REQUESTED = 2  # Updates that are replayed because the loss of the run does not fall
 MIN_GAIN, MIN_GAIN_RATIO = 0.1, 3.0  # Fall at a smaller rate / loss, and / fall at the rate of the run
 
 
@@ -34,7 +35,7 @@ def lr_too_high(run: RunContext) -> Results:
     Sources: AutoTrainer (Zhang et al., ICSE 2021).
     """
     exams = run.every(UpdateFacts)
-    if len(exams) < MAX_REQUESTED and _has_not_fallen(run):
+    if len(exams) < MAX_REQUESTED and _has_not_fallen(run) and not still_falls(run):
         yield from [ExperimentRequest(UpdateFacts.experiment, each) for each in (run.steps[0].step, run.last_step)]
     every = [(step, facts) for step, facts in exams if facts.optimizers == 1]
     if not exams:
