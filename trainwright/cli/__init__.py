@@ -11,7 +11,6 @@ from contextlib import suppress
 from trainwright.cli import running, before, jobs, after, views, agents  # isort: skip  (in the order of --help)
 from trainwright.cli.app import app
 from trainwright.cli.torchrun import leave_exit_code
-from trainwright.monitoring.signals import STOPPED_EXIT_CODE, set_late_handlers
 from trainwright.report.failure import EXIT_INTERRUPTED
 
 __all__ = ["after", "agents", "app", "before", "jobs", "views", "main", "running"]
@@ -30,8 +29,10 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter flushes again
         raise SystemExit(141) from None  # the code of a program that SIGPIPE ended
     except SystemExit as end:
-        if end.code == STOPPED_EXIT_CODE:
-            set_late_handlers(lambda _: signal.SIG_IGN)  # Python removes its own handlers before the process ends
+        signals = sys.modules.get("trainwright.monitoring.signals")  # it imports torch: --help must not import it
+        if signals is not None and end.code == signals.STOPPED_EXIT_CODE:
+            # Python removes its own handlers before the process ends
+            signals.set_late_handlers(lambda _: signal.SIG_IGN)
         leave_exit_code(end.code or 0, os.environ)
         if end.code == EXIT_INTERRUPTED:
             sys.stdout.flush()
