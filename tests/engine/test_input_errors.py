@@ -52,6 +52,7 @@ ROWS: dict[str, tuple[Callable[[], nn.Module], Tensor, nn.Module, Tensor, str, s
     "classes come last": (head, torch.randn(6, 5, 4), CE, LABELS[:, None].expand(6, 5), "(6, 5, 2)", "movedim(-1, 1)"),
     "fewer labels": (head, X, CE, LABELS[:4], "target int64 (4,)", "6 rows of scores and 4 labels"),
     "binary labels": (lambda: head(1), X, BINARY, LABELS[:, None], "target int64 (6, 1)", "y.float()"),
+    "binary loss of classes": (lambda: head(3), X, BINARY, LABELS.float(), "target float32 (6,)", "y.long()"),
     "binary shape": (lambda: head(1), X, BINARY, LABELS.float(), "target float32 (6,)", "y.view_as(output)"),
     "no sigmoid": (lambda: head(1), 9 * X, nn.BCELoss(), LABELS[:, None].float(), "0 and 1", "BCEWithLogitsLoss"),
     "large ids": (lambda: nn.Embedding(9, 4), IDS, CE, LABELS, "input int64 (3, 2)", "from 0 to 14"),

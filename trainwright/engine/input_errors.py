@@ -268,6 +268,11 @@ def _shapes(call: _Call) -> str:
     if "input" not in call.inputs or "target" not in call.inputs:
         return ""
     output, target = call.inputs["input"], call.inputs["target"]
+    if call.function in BINARY and output.dim() == 2 and output.shape[1] > 1 and target.shape == output.shape[:1]:
+        return (
+            f"for one of {output.shape[1]} classes, class numbers are whole numbers, y.long(), and the loss is "
+            "cross_entropy; for yes or no, give the model one output"
+        )
     if output.shape == target.shape or output.numel() != target.numel():
         return ""
     return "give both one shape: y.view_as(output), or output.squeeze(-1)"
