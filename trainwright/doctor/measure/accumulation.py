@@ -22,13 +22,10 @@ MAX_MICRO_BATCHES = 16  # If more micro-batches than this are dropped, they are 
 
 @dataclass
 class _Mean:
-    """A mean over ``count`` elements (None: unknown). ``weight`` is the gradient with respect to it.
-
-    ``fraction`` is less than 1 for a sum over a micro-batch that is divided by a larger number of elements.
-    """
+    """A mean over ``count`` elements (None: unknown). ``weight`` is the gradient with respect to it."""
 
     count: float | None
-    fraction: float = 1.0
+    fraction: float = 1.0  # below 1 for a sum that is divided by a larger number of elements than it has
     weight: float | None = None
 
     def add(self, gradient: Tensor) -> None:
@@ -66,12 +63,12 @@ class _Means:
         """Returns the mean that a function returned; None if it returned none."""
         if name.strip("_") in ("div", "true_divide", "truediv", "itruediv") and len(args) > 1:
             divisor, summed = args[1], self._sums.get(id(args[0]))
-            is_constant = not divisor.dim() and not divisor.requires_grad if isinstance(divisor, Tensor) else True
-            if summed is None or not is_constant:
+            is_tensor = isinstance(divisor, Tensor)
+            if summed is None or (is_tensor and (divisor.dim() or divisor.requires_grad)):
                 return None
             if float(divisor) > 1.1 * summed:  # it counts masked elements, too, or the elements of all micro-batches
                 return _Mean(float(summed), summed / float(divisor))
-            return _Mean(float(divisor)) if isinstance(divisor, Tensor) else None
+            return _Mean(float(divisor)) if is_tensor else None
         if name == "mean":
             return _Mean(float(args[0].numel()))
         is_loss = name.endswith("_loss") or name.startswith(("cross_entropy", "binary_cross_entropy"))

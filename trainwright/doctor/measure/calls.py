@@ -195,8 +195,8 @@ class Calls(Probe):
 
     def facts(self) -> CallsFacts:
         found, named = self._found, self._named() | self._outside
-        missing = self._find_missing(named)
-        held = self._held()
+        held = {id(p) for optimizer in self._known.values() for p in owned_by(optimizer)}
+        missing = self._find_missing({name: p for name, p in named.items() if id(p) not in held})
         sizes = {name: p.numel() for name, p in named.items() if p.requires_grad or id(p) in held or name in missing}
         found.optimizers = tuple(map(self._about, self._optimizers))
         found.missing = tuple(missing)
@@ -232,15 +232,9 @@ class Calls(Probe):
         common = itertools.takewhile(lambda each: len(set(each)) == 1, zip(*parts))
         return OptimizerFacts(len(held), stale, groups, ".".join(each[0] for each in common))
 
-    def _held(self) -> set[int]:
-        return {id(p) for optimizer in self._known.values() for p in owned_by(optimizer)}
-
-    def _find_missing(self, named: dict[str, Tensor]) -> list[str]:
-        """Returns names of parameters that have a gradient, are in no optimizer and did not change since the last
-        call.
-        """
-        held, trainable = self._held(), self._trainable
-        outside = {n: p for n, p in named.items() if id(p) not in held and (p.requires_grad or id(p) in trainable)}
+    def _find_missing(self, outside: dict[str, Tensor]) -> list[str]:
+        """Returns names of parameters in no optimizer that have a gradient and did not change since the last call."""
+        outside = {name: p for name, p in outside.items() if p.requires_grad or id(p) in self._trainable}
         graded = [p.grad for p in self._parameters if p.grad is not None] if outside else []
         largest, found = max(map(_largest, graded), default=0.0), []
         for name, p in outside.items():

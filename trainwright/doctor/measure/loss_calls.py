@@ -518,16 +518,12 @@ class LossCalls:
             if site is not None:
                 self._record_gradient(site, result)
         for one, other in ((a, b), (b, a)):
-            node = other.grad_fn
-            chosen = made_by(one, "GatherBackward0", "NegBackward0")
+            node, chosen = other.grad_fn, made_by(one, "GatherBackward0", "NegBackward0")
             if chosen is not None and type(chosen).__name__ == "NegBackward0":
                 chosen = made_by(chosen.next_functions[0][0], "GatherBackward0")
-            if chosen is None or type(node).__name__ not in (
-                "SubBackward0",
-                "RsubBackward1",
-            ):
+            if chosen is None or node is None or type(node).__name__ != "SubBackward0":
                 continue
-            if node is not None and sum(each is None for each, _ in node.next_functions) == 1:
+            if any(each is None for each, _ in node.next_functions):
                 self._step_mistakes.add(("advantage", "mul", self._made_at.get(other) or self._line()))
 
     def _record_scalar(self, plain: str, tensors: list[Tensor], result: Tensor) -> None:
