@@ -160,6 +160,11 @@ def test_a_loss_that_falls_again_may_recover_in_a_run_that_goes_on() -> None:
     assert judge(recovers).word == "running"
 
 
+def test_a_contrastive_loss_may_end_above_its_first_value() -> None:
+    queue_fills = facts(lambda t: 0.5 + (7 - 3 * t) * min(1.0, 50 * t), 0.05)
+    assert judge(queue_fills).word != "diverged"
+
+
 def test_a_spike_in_the_middle_is_no_divergence() -> None:
     losses = [(step, 1e20 if step == 90 else loss) for step, loss in series(falls, 0.05)]
     assert judge(facts(losses=losses)).word == "no finding"

@@ -62,6 +62,9 @@ MAX_HIDDEN_DROP_FRACTION = 0.1
 """Fraction of the loss. "Learned nothing" requires that any drop hidden in the noise is smaller than this."""
 MIN_DIVERGENCE_NOISES = 3.0
 """Minimum rise of a diverged loss above the first loss, in standard deviations of its noise."""
+MIN_EXPLOSION, UNIFORM_GUESS_NATS = 10.0, 20.0
+"""A finished run whose loss still falls from a peak diverged if the peak exceeds both: this multiple of the first loss,
+and the cross-entropy of a uniform guess among more classes than any model has (exp(20) is 5e8)."""
 MAX_VALIDATION_DROP = 0.02
 """Fraction of the validation loss. A larger drop means that something was learned."""
 MIN_EVALUATIONS = 5
@@ -321,7 +324,9 @@ def _diverged(facts: VerdictFacts) -> str | None:
     noise = noise_of(last)
     begin = values[0]
     rose = len(last) < len(values) and min(last) > begin and end - begin > MIN_DIVERGENCE_NOISES * noise
-    if rose and not (may_recover and facts.state != "finished"):
+    # A contrastive loss may rise at first and end above its first value: its queue fills with harder negatives.
+    exploded = max(values) > max(MIN_EXPLOSION * begin, UNIFORM_GUESS_NATS)
+    if rose and (not may_recover or (facts.state == "finished" and exploded)):
         return f"the training loss rose from {figure(begin)} to {figure(end)}"
     if may_recover:
         return None
