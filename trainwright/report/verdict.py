@@ -62,7 +62,7 @@ MAX_HIDDEN_DROP_FRACTION = 0.1
 """Fraction of the loss. "Learned nothing" requires that any drop hidden in the noise is smaller than this."""
 MIN_DIVERGENCE_NOISES = 3.0
 """Minimum rise of a diverged loss above the first loss, in standard deviations of its noise."""
-MIN_EXPLOSION, UNIFORM_GUESS_NATS = 10.0, 20.0
+MIN_EXPLOSION, UNIFORM_GUESS_NATS = 3.0, 20.0
 """A finished run whose loss still falls from a peak diverged if the peak exceeds both: this multiple of the first loss,
 and the cross-entropy of a uniform guess among more classes than any model has (exp(20) is 5e8)."""
 MAX_VALIDATION_DROP = 0.02
