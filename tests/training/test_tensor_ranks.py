@@ -320,7 +320,7 @@ def test_two_ranks_divide_models_that_were_not_made_for_it(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("settings", "changed", "error"),
     [
-        ({"parallel.tensor": 4}, {}, r"must divide what it splits: 2 attention heads(?s:.)*tensor: 2"),
+        ({"parallel.tensor": 4}, {}, r"must divide evenly: 2 attention heads(?s:.)*tensor: 2"),
         ({"parallel.pipeline": 4, "parallel.schedule": "interleaved"}, DEEP, r"has 4(?s:.)*pipeline: 2"),
         ({"parallel.pipeline": 2, "parallel.tensor": 2, "parallel.replicate": 2}, {}, r"the number of ranks, 4"),
         (

@@ -42,8 +42,8 @@ ANYTHING = Kind("a value", lambda value: True)
 TEXT = Kind("a text", lambda value: isinstance(value, str))
 TENSOR = Kind("a tensor", lambda value: isinstance(value, Tensor | StoredTensor))
 NATURAL = Kind("a whole number from 0 to 2^63 - 1", lambda value: type(value) is int and 0 <= value < 2**63)
-AMOUNT = Kind("a finite number from 0", lambda value: type(value) in (int, float) and 0 <= value < 2.0**1023)
-FLOAT = Kind("a number", lambda value: type(value) is float)
+AMOUNT = Kind("a finite number >= 0", lambda value: type(value) in (int, float) and 0 <= value < 2.0**1023)
+FLOAT = Kind("a float", lambda value: type(value) is float)
 
 
 def violations(value: Tree, rule: Rule, path: str) -> Iterator[str]:

@@ -68,7 +68,7 @@ def as_observer(given: object) -> Observer:
         pass
     except TypeError:
         shown = f"{getattr(given, '__name__', type(given).__name__)}{inspect.signature(given)}"
-        raise UsageError(f"the observer {shown} does not take (result, state)", remedy="give it both") from None
+        raise UsageError(f"the observer {shown} does not take (result, state)", remedy="accept both") from None
     return FunctionObserver(given)
 
 

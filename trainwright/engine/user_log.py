@@ -1,4 +1,4 @@
-"""``tw.log``: custom figures, from inside a step, a loss or an observer."""
+"""``tw.log``: custom metrics, from inside a step, a loss or an observer."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def count_for(samples: float) -> None:
 
 
 def log(*unnamed: Never, **figures: float | Tensor | Loggable) -> None:
-    """Log figures, images, texts and histograms from inside a step, a loss or an observer of ``tw.fit``.
+    """Log numbers, images, texts and histograms from inside a step, a loss or an observer of ``tw.fit``.
 
     Each record of the log has the mean of a number since the previous record, and the run's page plots it. A validation
     has the mean over its samples. A call in a loss is weighted by the samples of its batch; others have weight 1.

@@ -30,7 +30,7 @@ class Sign(NamedTuple):
         where: Which texts of a record: ``all``, ``said`` (answers and plain texts) or ``answer``.
         find: Returns the span of the sign in a text; None if it has none.
         unless: If a prompt matches this pattern, the sign is not a fault.
-        reads: Which part of a text: ``all``, ``unfenced`` (no code blocks) or ``prose`` (also empty for code).
+        reads: Which part of a text: ``all``, ``unfenced`` (no code blocks) or ``prose`` (no code blocks; "" for code).
     """
 
     defect: Defect
@@ -341,7 +341,7 @@ SIGNS: tuple[Sign, ...] = (
         reads="all",
     ),
     Sign(
-        Defect.SECRET,  # a password with letters of both cases and digits; numbers of accounts and cards; private mail
+        Defect.SECRET,  # a password with letters of both cases and digits; account and card numbers; mail addresses
         "said",
         _pattern(
             r"(?i:\bpass(?:word|wd|code)|\bpwd)\s?[:=]\s*(?=\S*[a-z])(?=\S*[A-Z])(?=\S*\d)\S{8,40}"
@@ -472,7 +472,7 @@ def signs_of(parts: Sequence[tuple[str, str]], answers: Sequence[str], *, has_tu
 
     Args:
         parts: Role and text of each part of the record.
-        answers: The texts that are trained.
+        answers: The texts that carry loss.
         has_turns: True for a record of messages. The template adds the turn markers.
     """
     found = Defect(0)
@@ -547,7 +547,7 @@ MIN_USUAL = 3
 MAX_LABEL_WORDS, MAX_LABEL_CHARS = 3, 30
 SENTENCES = re.compile(r"[.!?。！？]\s+\S+\s+\S")
 MIN_WORDS_WITH_MARK, MIN_MARKED, MIN_USUALLY_MARKED = 8, 0.9, 0.6
-"""Minimum words of a long answer, and the fractions of long answers that count as nearly all, and as most."""
+"""Minimum words of a long answer, and the fractions of them that count as "nearly all" and as "most"."""
 WORD_AT_END = re.compile(r"\w+\Z")
 SHORT_FORMS = _about(
     "title headline name slogan list quer(?:y|ies) translat rewrit keyword caption tag paraphras summar poem poetry "
@@ -885,7 +885,7 @@ def _other_rows(samples: Sequence[SampleTexts]) -> SetSign | None:
     right = list[int]()
     for row, each in enumerate(samples):
         if TRANSLATES.search(each.prompt):
-            continue  # a translation has words of prompts in its language
+            continue  # a translation shares words with unrelated prompts
         scores: Counter[int] = Counter()
         for word in _words(each.answer):
             rows = rows_of.get(word, ())
@@ -970,7 +970,7 @@ def _boilerplate(samples: Sequence[SampleTexts]) -> SetSign | None:
         return None
     lines = texts[found[0]]
     says = "begin or end with the same lines as many others: boilerplate such as the menu or the footer of a web page"
-    remedy = "remove these lines: each of them is trained once for every text that has it"
+    remedy = "remove these lines: the model sees each of them once for every text that has it"
     shown = lines[0] if lines[0] in shared else lines[-1]
     return SetSign("boilerplate", "texts", found, says, remedy, shortened(shown))
 
@@ -1011,7 +1011,7 @@ EAST_ASIAN = frozenset(("CJK", "HIRAGANA", "KATAKANA", "KATAKANA-HIRAGANA", "IDE
 MIN_PROMPT_LETTERS, MIN_EAST_ASIAN_LETTERS, MIN_ALPHABET_LETTERS, MAX_SCRIPT_CHARS_READ = 6, 10, 20, 400
 """Minimum letters of a prompt, and of an answer, in one script. A shorter answer may be a name."""
 MIN_SCRIPT_FRACTION, MIN_LATIN_FRACTION = 0.5, 0.95
-"""Minimum fraction of these letters. Other scripts contain Latin names; the reverse is rare."""
+"""Minimum fraction of letters in that script. Other scripts contain Latin names; the reverse is rare."""
 
 
 def _scripts(texts: Sequence[str]) -> dict[int, str]:
@@ -1048,7 +1048,7 @@ def _languages(texts: Sequence[str]) -> dict[int, int]:
     sets = {word: {at for at, words in enumerate(short) if word in words} for word in frequent}
 
     def affinity(one: str, two: str) -> float:
-        """Return the log of the number of texts with both words / its expectation."""
+        """Return log(number of texts with both words / its expectation)."""
         expected = len(sets[one]) * len(sets[two]) / len(short)
         return math.log((len(sets[one] & sets[two]) + 0.5) / (expected + 0.5))
 
@@ -1089,7 +1089,7 @@ def _swapped_pairs(samples: Sequence[SampleTexts]) -> SetSign | None:
             counts.update(features)
 
     def odds(feature: str, side: int) -> float:
-        """Return the log odds that a feature is in a chosen answer. One pair with it on ``side`` is not counted."""
+        """Return the log odds that a feature is in a chosen answer. Leaves out one pair that has it on ``side``."""
         counts = [max(0, each[feature] - (number == side)) for number, each in enumerate(seen)]
         return math.log((counts[0] + 0.5) / (counts[1] + 0.5))
 
@@ -1131,7 +1131,7 @@ SET_SIGNS: tuple[tuple[Callable[[Sequence[SampleTexts]], SetSign | None], frozen
     (_chosen_is_worse, frozenset({"preference"})),
     (_swapped_pairs, frozenset({"preference"})),
 )
-"""Functions that find a sign in a set, each with the uses of data that it applies to."""
+"""Functions that find a sign in a set, each with the kinds of datasets that it applies to."""
 
 
 def signs_of_set(samples: Sequence[SampleTexts], use: str) -> Iterator[SetSign]:

@@ -47,7 +47,7 @@ class ProgressLine:
     Args:
         fraction: The completed fraction of the run, from 0 to 1.
         step: The step.
-        loss: The mean over the steps since the last line.
+        loss: The mean over the latest steps, see ``LossMean``.
         lr: The learning rate.
         memory_bytes: Memory in use.
         samples_s: Samples per second.
@@ -123,7 +123,7 @@ class _Summed(NamedTuple):
 
 
 class LossMean:
-    """The mean of the losses of steps. Losses are read only when the mean is taken, with one host sync.
+    """The mean of the losses of steps. Losses are read only when the mean is taken, with two host syncs.
 
     The mean is over the steps since it was last taken, and over at least the newest ``least`` steps. Non-finite losses
     are left out if there are finite ones.
@@ -163,7 +163,7 @@ def _summed(losses: Sequence[Tensor]) -> _Summed:
 
 
 class Progress:
-    """An observer that reads losses only when it shows a line: on a GPU one host sync per quarter of a second.
+    """An observer that reads losses only when it shows a line: on a GPU two host syncs a line.
 
     Attributes:
         references: Reference losses by name (``{"bigram": 2.46}``). The line shows which of them the loss is below.
@@ -344,7 +344,7 @@ class NotebookCell:
         self._apart = 1
 
     def update(self, line: str, step: int, loss: float) -> None:
-        """Show ``line`` below the curve, which ends with this loss."""
+        """Show ``line`` below the curve. Adds this loss to the curve if enough steps have passed."""
         if not self._points or step - self._points[-1][0] >= self._apart:
             self._points.append((step, loss))
         if len(self._points) > MAX_POINTS:

@@ -51,7 +51,7 @@ class ModelShape:
 
 
 def require_fitting(recipe: Recipe, degrees: Degrees, shape: ModelShape) -> None:
-    """Raise RecipeError with every reason why a run cannot have this layout, and the nearest that works."""
+    """Raise RecipeError with every reason why a run cannot have this layout, each with a remedy."""
     axes = (_of_tensor, _of_pipeline, _of_context, _of_expert)
     if problems := [problem for of_axis in axes for problem in of_axis(recipe, degrees, shape)]:
         raise RecipeError(problems)
@@ -65,7 +65,7 @@ def _of_tensor(recipe: Recipe, degrees: Degrees, shape: ModelShape) -> Iterator[
         nearest = nearest_divisor([cut.size for cut in shape.cuts], tensor)
         yield Problem(
             "parallel.tensor",
-            f"must divide what it splits: {', '.join(map(str, uneven))}",
+            f"must divide evenly: {', '.join(map(str, uneven))}",
             got=str(tensor),
             remedy=f"write tensor: {nearest}, or give the model a multiple of {tensor} {uneven[0].what}",
         )
@@ -105,7 +105,7 @@ def _of_pipeline(recipe: Recipe, degrees: Degrees, shape: ModelShape) -> Iterato
         remedy = "give each block a weight of its own, or use parallel.shard, which divides any model"
         yield Problem("parallel.pipeline", rule, got=str(pipeline), remedy=remedy)
     for is_given, obstacle in (
-        (shape.by_table, f"{shape.name}: it is cut by a table, into one for each"),
+        (shape.by_table, f"{shape.name}: parallel.stages gives a rank one stage"),
         (recipe.model.compile, "model.compile"),
         (degrees.shard > 1, "parallel.shard"),
     ):
@@ -157,7 +157,7 @@ def _of_expert(recipe: Recipe, degrees: Degrees, shape: ModelShape) -> Iterator[
 
 
 def _of_all(recipe: Recipe, axis: str) -> Iterator[Problem]:
-    """Yield settings that do not work with any axis along which ranks communicate in each pass."""
+    """Yield a problem for each setting that does not work with ``axis``."""
     model, is_plain = recipe.model, axis in ("context", "expert")
     if model.compile and is_plain:
         yield _unsupported("model.compile", str(model.compile).lower(), axis, "leave it out")
@@ -174,7 +174,7 @@ def _of_all(recipe: Recipe, axis: str) -> Iterator[Problem]:
     if recipe.optimizer.offload is True:
         yield _unsupported("optimizer.offload", "true", axis, "leave it out")
     if recipe.parallel.exact:
-        yield _unsupported("parallel.exact", "true", axis, "leave it out: its sums have another order")
+        yield _unsupported("parallel.exact", "true", axis, "leave parallel.exact out: this axis reorders the sums")
     if recipe.loss.chunked is True:
         yield _unsupported("loss.chunked", "true", axis, "leave it out")
 

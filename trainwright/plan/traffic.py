@@ -1,7 +1,7 @@
 """The communication of a layout in one optimizer step: bytes by collective and by axis of the mesh.
 
 Bytes count the full tensors that are gathered, scattered, reduced or sent. They follow the engine's collectives:
-those of FSDP2's units, the sum of gradients after the last backward pass, and those of tensor parallel layers.
+those of FSDP2's units, sums of gradients, and those of tensor, context and pipeline parallelism.
 """
 
 from __future__ import annotations

@@ -618,7 +618,7 @@ def _average_and_buffers_bytes(state: TrainState) -> tuple[int, int]:
 
 
 def _with_dry_run(job: Job, facts: RunFacts, first: StepBatch, asked: str | None) -> DryRunPlan:
-    """Do a dry run of the first batch. ``step_s`` of the returned plan is the time of a step without its data."""
+    """Do a dry run of the first batch. ``step_s`` of the returned plan excludes the wait for data."""
     if job.parts.custom.advance is not None:
         return DryRunPlan(without_dry_run(job.plan, job.recipe))
     if job.stages is not None:

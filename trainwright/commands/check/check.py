@@ -175,7 +175,7 @@ def _build(progress: _Progress) -> tuple[Parts, list[Verdict], int]:
     except (_CannotContinue, TrainwrightError):
         raise
     except Exception as error:
-        raise TrainwrightError(text_of(error), remedy="build it by hand, in Python") from error
+        raise TrainwrightError(text_of(error), remedy="build the parts by hand, in Python") from error
     total, trainable = count_parameters(parts.model)
     message = f"{type(parts.model).__name__}, {total:,} parameters, {trainable:,} of them trained"
     progress.add([Verdict("ok", "model", message), *predicted])
@@ -294,7 +294,7 @@ def _check_training(progress: _Progress, job: Job) -> None:
 
 
 def _step_s(job: Job) -> float:
-    """Return the seconds of a step from the dry run: reading, forward and backward, which dominate it."""
+    """Return the seconds of a step from the dry run: reading, forward, backward and, on one process, the update."""
     return max(job.plan.predicted.step_s or 0.0, 1e-4 + job.measured.reading.wait_s)
 
 
@@ -354,7 +354,7 @@ def _unrelated(progress: _Progress, run: SmokeRun, fit: BatchFit) -> Iterator[Ve
         yield Verdict(
             "warn",
             "alignment",
-            f"neither neighbours nor {run.epochs:.0f} epochs find labels in the inputs: loss {best:.3g}, "
+            f"similar samples and {run.epochs:.0f} epochs do not predict the labels: loss {best:.3g}, "
             f"by frequency alone {entropy:.3g}",
             "view ten samples: labels may be shuffled relative to the inputs",
             "data.label_feature_misaligned",

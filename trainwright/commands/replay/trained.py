@@ -134,7 +134,7 @@ def rerun_trained(
             job = _job(origin, RunFolder(Path(aside)), lock, done, parts)
             begin = job.state.step
             if begin >= step:
-                raise UsageError(f"step {step} comes before step {begin}", remedy="name a later step")
+                raise UsageError(f"the replay begins after step {begin}", remedy="name a later step")
             say(f"training from step {begin} to {step}, in a separate folder")
             fractions = _fractions(origin.records)
             _note_unknown(job, fractions, done)
@@ -196,8 +196,8 @@ def _note_unknown(job: Job, fractions: dict[int, float], done: Rerun) -> None:
     if job.plan.extent.seconds is not None and unknown:
         done.inexact = True
         done.notes.append(
-            f"the length of the run is in seconds, so its learning rate follows the clock, and the log does not have "
-            f"that of {len(unknown)} of {done.step - job.state.step} steps"
+            f"the length of the run is in seconds, so its learning rate follows the clock, and the log lacks "
+            f"it for {len(unknown)} of {done.step - job.state.step} steps"
         )
 
 

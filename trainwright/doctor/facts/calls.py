@@ -108,13 +108,13 @@ def has_closure(step: Watched) -> bool:
 
 
 def optimizers_of(steps: Sequence[Watched]) -> list[int]:
-    """Returns the numbers of the optimizers that step."""
+    """Returns the indices of the optimizers that stepped."""
     return sorted({v["optimizer"] for each in steps for k, v in each.events if k == "step" and isinstance(v, dict)})
 
 
 @dataclass(kw_only=True)
 class SteadinessFacts:
-    """Random states at the starts of all steps."""
+    """Random states at the starts of sampled steps."""
 
     experiment: ClassVar[str] = "steadiness"
     draws: bool = False  # Random numbers are drawn during a step
@@ -122,7 +122,7 @@ class SteadinessFacts:
     since_repeat: int = 0  # The first such step
     repeated_step: int = 0  # The earlier step with the same state
     seeded_at: str | None = None  # The last line of the loop that seeded a default generator
-    seeded_alike: int = 0  # Steps in a row in which it was seeded and drew numbers, with the same state at their end
+    seeded_alike: int = 0  # Steps in a row that seeded it, drew, and ended in the state of the step before
 
 
 @dataclass(frozen=True, kw_only=True)

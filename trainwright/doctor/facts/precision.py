@@ -18,7 +18,7 @@ class Emptied:
 
 @dataclass(frozen=True)
 class Aliased:
-    """Angles of positions: ``far`` positions are above 256; ``same`` of them have their neighbour's angles."""
+    """Angles of positions: ``far`` positions are 256 or more; ``same`` of them have their neighbour's angles."""
 
     module: str
     dtype: str
@@ -53,10 +53,10 @@ class MixedPrecisionFacts:
 
     experiment: ClassVar[str] = "mixed_precision"
     still: float = 0.0  # Median fraction of 16-bit weights with a gradient that an update leaves unchanged
-    updates: int = 0  # Updates at the highest learning rate so far
+    updates: int = 0  # Sampled updates at half the highest learning rate so far, or more
     is_constant_rate: bool = False  # All sampled updates so far had one learning rate
     kept_elsewhere: bool = False  # The optimizer keeps float32 copies of the weights or uses stochastic rounding
-    never_moved: tuple[str, ...] = ()  # 16-bit tensors whose weights have gradients and their initial values
+    never_moved: tuple[str, ...] = ()  # 16-bit tensors of whose weights with gradients at most 5 % ever changed
     stale_since: int | None = None  # First step that used weights that autocast had cached before the last update
     zeros: float = 0.0  # Fraction of gradients that are 0, for a loss in float16 without a loss scale
     rms_in_steps: float = math.inf  # Root mean square of the gradients in units of 6e-8, the smallest float16
@@ -85,7 +85,7 @@ class FirstNonfinite:
     kind: str  # "op", or the value that was non-finite before: input, target, weight, buffer, gradient, constant, state
     what: str  # The mechanism (see ``replay/mechanism.py``)
     name: str | None  # Name of the non-finite value; None for an operation
-    reached: str | None  # The part of the step that the values reached: loss, gradient, weight, buffer or end
+    reached: str | None  # What the values reached: loss, gradient, weight, buffer, or end (the last result)
     op: str  # The function that the user called
     kernel: str  # The ATen operation
     phase: str  # forward, backward or update
@@ -99,7 +99,7 @@ class FirstNonfinite:
     eps: float | None = None  # ``eps`` of the optimizer, for an operation of the update
     rows: tuple[int, ...] | None = None  # Samples that each make the step non-finite on their own; None: not measured
     ids: tuple[int, ...] = ()  # Ids of these samples, if known
-    empty: float | None = None  # The value that fills all of an input in exactly these samples; else None
+    empty: float | None = None  # The constant that fills these samples and no others (padding); else None
 
 
 @dataclass(frozen=True, kw_only=True)

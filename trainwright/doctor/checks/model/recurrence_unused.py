@@ -6,12 +6,12 @@ MIN_UPDATES = 8
 
 @check(stage="forward", confidence=0.9, since_step=1)
 def recurrence_unused(run: RunContext, facts: WeightsFacts) -> Results:
-    """The recurrent weights of an RNN get no gradient: the loss depends on a state after one step only.
+    """The recurrent weights of an RNN get no gradient: the loss uses only the state of time step 1.
 
     Why it matters: the layer, or its reverse direction, remembers nothing of the sequence.
 
-    How it is detected: `weight_hh` of a recurrent layer has a gradient of exactly 0 at every examination of at least 8
-    updates. It is multiplied by the state of the step before, which is 0 before the first step.
+    How it is detected: `weight_hh` of a recurrent layer has a gradient of exactly 0 at every examination, after 8
+    updates or more. This weight multiplies the previous hidden state, which starts at 0.
 
     Usual cause: `output[:, -1]` of a bidirectional layer is read, where the reverse direction has seen only one
     element. Or each sequence has length 1, since `batch_first` or an `unsqueeze` is in the wrong place.
@@ -32,7 +32,7 @@ def recurrence_unused(run: RunContext, facts: WeightsFacts) -> Results:
         symptom=f"{which}{in_words(path)} learns no recurrence: {stuck[0]} always has a gradient of 0",
         cause="the last output of a bidirectional layer is used, where the reverse direction has read one element"
         if is_reverse
-        else "each sequence has length 1, or only the first step is used",
+        else "all sequences have length 1, or only time step 1 is used",
         where=Where(module=path),
         evidence=[("recurrent weights with a gradient of 0", len(stuck), 0)],
     )

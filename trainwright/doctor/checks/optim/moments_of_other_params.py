@@ -35,6 +35,6 @@ def moments_of_other_params(run: RunContext, facts: LoadedMomentsFacts) -> Resul
     yield run.finding(
         1,
         symptom=f"squared gradients and loaded second moments differ by a factor of {10**gap:.3g} on average, most for "
-        f"{listed(facts.names)}; matched in another order by {10**facts.matched:.3g}",
+        f"{listed(facts.names)}; after sorting both, by a factor of {10**facts.matched:.3g}",
         evidence=[("mean abs(log10(squared gradient / second moment))", round(gap, 2), round(facts.matched, 2))],
     )
