@@ -127,10 +127,13 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)  # includes CUDA and other devices
 
 
+_seed_python, _seed_numpy = random.seed, np.random.seed  # before the recorder replaces them to observe the user's seeds
+
+
 def reseed(seed: int) -> None:
     """Seed the generators in use. Fast enough for each sample (10 us instead of 200 us for ``seed_all``)."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
+    _seed_python(seed)
+    _seed_numpy(seed % 2**32)
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed_all(seed)

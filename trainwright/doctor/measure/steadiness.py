@@ -38,9 +38,11 @@ class Steadiness(Probe):
         self._alike = 0
 
     def on_seeded(self, generator: str, is_restored: bool) -> None:
-        if not is_restored:
+        if is_restored:
+            self._fresh.pop(generator, None)
+        else:
             self._found.seeded_at = caller()
-        self._fresh[generator] = _STATES[generator]()
+            self._fresh[generator] = _STATES[generator]()
 
     def on_closed(self, step: RecordedStep) -> None:
         fresh, self._fresh = self._fresh, {}
