@@ -342,7 +342,10 @@ class PretrainedProbe(Probe):
             is_random=any(vars(each).get("newly_initialized", False) for each in modules),
             adapters=sum("lora_A" in each._modules for each in modules),
         )
-        _, frozen, fresh = frozen_layers(watched.subject.roots)
+        layers, frozen, fresh = frozen_layers(watched.subject.roots)
+        trained = tuple(f".{name}" for name, m in layers if m.weight.requires_grad)
+        if any(f".{name}".endswith(trained) for name, _ in fresh):
+            fresh = []  # the reference of a DPO loss or a teacher: a copy of the trained model at its start
         sizes = [sum(m.weight.numel() for _, m in layers) for layers in (frozen, fresh)]
         if len(fresh) > 1 and 2 * sizes[1] >= sizes[0]:
             facts = replace(facts, frozen=len(frozen), fresh=tuple(name for name, _ in fresh))
