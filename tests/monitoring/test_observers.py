@@ -25,7 +25,7 @@ from trainwright.monitoring.journal import Journal
 from trainwright.monitoring.progress import Progress
 from trainwright.monitoring.samples import TextSamples
 from trainwright.monitoring.saving import SavePolicy, Saving
-from trainwright.monitoring.signals import STOPPED_EXIT_CODE, Signals
+from trainwright.monitoring.signals import STOPPED_EXIT_CODE, Signals, default_handler, set_late_handlers
 from trainwright.monitoring.step_log import StepLog
 from trainwright.runs.reader import read
 from trainwright.runs.records import Quarantined, Skipped, Step
@@ -175,6 +175,7 @@ def test_a_signal_ends_the_run_at_the_edge_of_the_step(number: signal.Signals, t
     assert outcome.stop is not None and outcome.stop.exit_code == STOPPED_EXIT_CODE
     assert outcome.stop.reason == number.name and number.name in said[0]
     assert saving.last is not None and saving.last.name == f"step-{outcome.step:08d}"
+    set_late_handlers(default_handler)
     assert signal.getsignal(number) == before
 
 

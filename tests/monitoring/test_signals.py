@@ -44,7 +44,8 @@ def listening(signals: Signals) -> Iterator[Signals]:
 
 @pytest.fixture(autouse=True)
 def handlers_are_put_back() -> Iterator[None]:
-    """A run that quits leaves handlers for the rest of a storm."""
+    """A run that quits leaves handlers for the rest of a storm. Under nohup SIGHUP is ignored."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     before = handlers()
     yield
     for number, handler in before.items():

@@ -155,6 +155,7 @@ def test_a_run_whose_terminal_is_closed_is_saved(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(IN_A_TERMINAL)
     process, terminal = pty.fork()
     if process == 0:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
         os.execv(sys.executable, [sys.executable, str(tmp_path / "train.py")])
     said = b""
     while b"first loss" not in said:  # from then on it draws a live line

@@ -19,7 +19,7 @@ import trainwright as tw
 from trainwright.watching import schedule, session
 
 CALM, COUNTED = 128, 32
-MOST = 245
+MOST = 247
 """Calls a step, each of about a microsecond between two operations of torch. Most are the events of a step and the
 listeners that hear them. A listener that needs more than a few should not read every step."""
 

@@ -45,10 +45,8 @@ class Steadiness(Probe):
             self._fresh[generator] = _STATES[generator]()
 
     def on_closed(self, step: RecordedStep) -> None:
-        fresh, self._fresh = self._fresh, {}
-        drawn = {name: now for name, seeded in fresh.items() if (now := _STATES[name]()) != seeded}
-        self._alike = self._alike + 1 if drawn and drawn == self._drawn else 0
-        self._drawn, self._found.seeded_alike = drawn, max(self._found.seeded_alike, self._alike)
+        if self._fresh or self._drawn:
+            self._compare_seeded()
         if not step.calls or (step.step > self._close_until and step.step % INTERVAL_STEPS):
             return
         begin, on_device = step.calls[0].rng
@@ -59,6 +57,13 @@ class Steadiness(Probe):
         if not is_continued and (draws or self._before is not None):
             self._record(state, step.step)
         self._before, self._drew = state, draws
+
+    def _compare_seeded(self) -> None:
+        """Compares what was drawn from the generators that were seeded in this step with the step before."""
+        drawn = {name: now for name, seeded in self._fresh.items() if (now := _STATES[name]()) != seeded}
+        self._alike = self._alike + 1 if drawn and drawn == self._drawn else 0
+        self._found.seeded_alike = max(self._found.seeded_alike, self._alike)
+        self._drawn, self._fresh = drawn, {}
 
     def _record(self, state: int, step: int) -> None:
         """Records the state of a step that has drawn numbers."""
