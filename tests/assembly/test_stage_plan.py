@@ -131,7 +131,7 @@ def test_a_weight_of_two_blocks_is_refused_and_a_tied_embedding_is_not(table: An
 def test_a_table_has_one_stage_on_each_rank() -> None:
     asked = {"schedule": "interleaved", "pipeline": 2}
     recipe = from_mapping({"model": "gpt", "data": {"train": "digits"}, "parallel": asked}).recipe
-    with pytest.raises(RecipeError, match="parallel.stages gives a rank one stage") as raised:
+    with pytest.raises(RecipeError, match=r"parallel\.stages gives a rank one stage") as raised:
         require_fitting(recipe, Degrees(pipeline=2), ModelShape("Own", blocks=4, by_table=True))
     assert "1f1b" in str(raised.value)
 
