@@ -94,7 +94,7 @@ def sorted_by_class(watch: Watch, seed: int) -> None:
 
 @fault("D07", "data.same_order_every_epoch", delay="B", active=9)
 def generator_anew_each_epoch(watch: Watch, seed: int) -> None:
-    """Each epoch creates its loader anew with the same seed."""
+    """Each epoch creates a new loader with the same seed."""
     torch.manual_seed(seed)
     data = Rows(*table(seed, 512))
     model = mlp()

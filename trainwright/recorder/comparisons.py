@@ -111,7 +111,8 @@ class ComparedOutputs(PausableMode):
         self._outputs: dict[int, tuple[weakref.ref[Tensor], Made]] = {}
         # tensors that are computed from no data: noise, zeros, constants of the loop
         self._own: dict[int, weakref.ref[Tensor]] = {}
-        self._stale: dict[int, set[int]]  # the passes after which a tensor with a graph was read, by its id
+        # the tensors with a graph that were read, by id, and the passes after which each was read
+        self._stale: dict[int, tuple[weakref.ref[Tensor], set[int]]]
         self.stale_reads: int
         """The most passes after which the loop read one tensor that the training has made."""
         self.stale_at: str | None
@@ -159,7 +160,10 @@ class ComparedOutputs(PausableMode):
         made = [known for each in inputs if (known := self._made(each)) is not None]
         for each in () if torch.is_grad_enabled() else inputs:
             if each.grad_fn is not None:
-                passes = self._stale.setdefault(id(each), set())
+                stale = self._stale.get(id(each))
+                if stale is None or stale[0]() is not each:  # a new tensor may have the id of a deleted one
+                    stale = self._stale[id(each)] = weakref.ref(each), set()
+                passes = stale[1]
                 passes.add(self._num_returned)
                 if len(passes) > self.stale_reads:
                     self.stale_reads, self.stale_at = len(passes), caller()

@@ -207,5 +207,5 @@ def fell(losses: Sequence[float], to: float = 0.97) -> bool:
 
 
 def matches(pattern: str | None, text: object) -> bool:
-    """Whether the pattern is None or found in the text, upper and lower case alike."""
+    """Return True if the pattern is None or occurs in the text. Case is ignored."""
     return pattern is None or re.search(pattern, "" if text is None else str(text), re.IGNORECASE) is not None

@@ -53,7 +53,7 @@ def _parts(pattern: str) -> tuple[tuple[bool, re.Pattern[str]], ...]:
 
 
 def is_named(diagnosis: Sequence[str], alarm: Alarm) -> bool:
-    """Whether the code and cause of the alarm, in lower case and without punctuation, match one of the patterns.
+    """Return True if the code and cause of the alarm match a pattern, in lower case and without punctuation.
 
     A pattern consists of parts, joined by `` & ``. Each is a regular expression that matches from the start of a word,
     and has to be found; one that begins with ``!`` must not be found.
@@ -63,7 +63,7 @@ def is_named(diagnosis: Sequence[str], alarm: Alarm) -> bool:
 
 
 def is_at(place: Place, alarm: Alarm, file: Path) -> bool:
-    """Whether the alarm names this place. ``file`` has the program; a line of another file never matches."""
+    """Return True if the alarm names this place. A line outside of ``file``, the program, never matches."""
     name, _, line = (alarm.source or "").rpartition(":")
     text = linecache.getline(str(file), int(line)) if line.isdecimal() and Path(name).name == file.name else ""
     return (

@@ -50,6 +50,16 @@ def scaled_by_weights(model: nn.Module, x: Tensor, y: Tensor, loss: Tensor) -> f
     return total
 
 
+def penalized(model: nn.Module, x: Tensor, y: Tensor, loss: Tensor) -> float:
+    """Each batch makes a penalty with a graph. It may get the id of the penalty of an earlier batch."""
+    total = 0.0
+    for row in range(64):
+        with torch.enable_grad():
+            penalty = torch.stack([p.pow(2).sum() for p in model.parameters()]).sum()
+        total += F.cross_entropy(model(x[row : row + 1]), y[row : row + 1]).item() + penalty.mul(0.1).item()
+    return total
+
+
 @pytest.mark.parametrize(
     ("evaluate", "found"),
     [
@@ -58,6 +68,7 @@ def scaled_by_weights(model: nn.Module, x: Tensor, y: Tensor, loss: Tensor) -> f
         (assigned, False),
         (logged_after_it, False),
         (scaled_by_weights, False),
+        (penalized, False),
     ],
 )
 def test_reads_training_tensor(evaluate: Evaluate, found: bool) -> None:
