@@ -37,6 +37,7 @@ class WiringFacts:
     trained_beside_norms: int  # Number of these outside of normalizations
     frozen_beside_norms: int  # Number of frozen parameters outside of normalizations
     cuts: tuple[GraphCut, ...] = ()  # Places at which the graph ends
+    idle: tuple[str, ...] = ()  # Trained parameters without a gradient, although no place cuts them off
     unregistered: tuple[str, ...] = ()  # Trained tensors that are not parameters of a module
     unregistered_values: int = 0  # Number of their elements
     chains: tuple[Chain, ...] = ()  # Linear layers without an activation between them

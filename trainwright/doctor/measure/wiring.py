@@ -6,7 +6,7 @@ import math
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TypeAlias
 
@@ -64,7 +64,8 @@ class Consumers:
     def record(self, inputs: list[Tensor], result: object, cut: int | None) -> None:
         """Records a function call. ``cut`` is the number of the cut that the call makes; None if it makes none."""
         for each in inputs if self._left else ():
-            self._returned(each, False)
+            # memory that torch cannot resize: ``torch.from_numpy``, which is no torch function to the recorder
+            self._returned(each, each.layout is torch.strided and not each.untyped_storage().resizable())
         if self._left and not inputs and isinstance(result, Tensor):
             self._returned(result, True)
         cuts = {number for t in inputs for number in self._made_of.get(id(t), ())}
@@ -205,7 +206,9 @@ def structure(session: ReplaySession) -> WiringFacts:
         owned = {id(p) for o in session.optimizers for g in o.param_groups for p in g["params"]}
         subject = session.replayer.subject
         trained = {wiring.names[id(p)] for p in subject.parameters if p.requires_grad and id(p) in owned}
-        cuts = wiring.cuts({name for name in trained if result.grads.get(name) is None})
+        unreached = {name for name in trained if result.grads.get(name) is None}
+        cuts = wiring.cuts(unreached)
+    idle = unreached.difference(*(cut.behind for cut in cuts))
     outside = {name: t for name, t in _unregistered(session, wiring.leaves).items() if id(t) in held}
     norms = [m for m in session.modules.values() if isinstance(m, _NORMS)]
     of_norms = {id(p) for module in norms for p in nn.Module.parameters(module, recurse=False)}
@@ -215,10 +218,27 @@ def structure(session: ReplaySession) -> WiringFacts:
         trained_beside_norms=sum(id(p) in owned and p.requires_grad for p in others),
         frozen_beside_norms=sum(not p.requires_grad for p in others),
         cuts=tuple(cuts),
+        idle=tuple(name for name in sorted(idle) if _is_in_use(name, wiring.called, session.modules)),
         unregistered=tuple(sorted({name.partition("#")[0] for name in outside})),
         unregistered_values=sum(t.numel() for t in outside.values()),
         chains=tuple(wiring.unbroken_chains()),
     )
+
+
+def _is_in_use(name: str, called: Sequence[str], modules: Mapping[str, nn.Module]) -> bool:
+    """Returns True if a module of the user that should use this weight was called.
+
+    Not for layers in a list of which others are called, such as experts, and not for modules of libraries.
+    """
+    path = name.rpartition(".")[0]
+    while path and not any(each == path or each.startswith(f"{path}.") for each in called):
+        path = path.rpartition(".")[0]
+    if path not in called:
+        return False
+    while path and type(modules[path]).__module__.startswith("torch."):
+        path = path.rpartition(".")[0]
+    kind = type(modules[path]) if path in modules else nn.Module
+    return "site-packages" not in str(getattr(sys.modules.get(kind.__module__), "__file__", ""))
 
 
 def _unregistered(session: ReplaySession, leaves: dict[int, Tensor]) -> dict[str, Tensor]:

@@ -37,6 +37,7 @@ CUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "detach": lambda h: h.detach(),
     "an array": lambda h: torch.from_numpy(h.detach().numpy()),
     "a copy of an array": lambda h: torch.tensor(h.detach().numpy()),
+    "a changed array that torch has not copied": lambda h: torch.from_numpy(2 * h.detach().numpy()),
     "a changed array": lambda h: torch.tensor(2 * h.detach().numpy()),
     "a list": lambda h: torch.tensor(h.tolist()),
 }
