@@ -67,6 +67,8 @@ class EvaluationFacts:
     is_copy: bool = False  # They evaluate another module than the trained one
     stale: int = 0  # Passes after which the loop read one tensor with the autograd graph of a training pass
     stale_at: str | None = None  # Line that reads it
+    altered: float = 0.0  # Fraction of the samples that differ from those with equal labels in the last evaluation
+    altered_at: str | None = None  # Line that calls the model with them
     renamed: RenamedClasses | None = (
         None  # Classes whose samples are predicted as another class, each class as a different one
     )

@@ -26,6 +26,7 @@ from trainwright.recorder.user_types import Args, Kwargs, Loader
 FOLLOWED_PASSES = 4  # First evaluations of a call site, all observed. After them only the 8th, 16th, 32nd, ... are.
 MAX_CLASSES = 128  # Classes that are counted. The last one stands for all larger ones
 MIN_ROWS, MIN_ROWS_PER_CLASS = 64, 8
+MIN_STEPS_OF_LABELS = 3  # Minimum number of different distances between labels that follow each other
 MIN_RENAMED = 2  # Minimum number of renamed classes. One may be a class that was not learned
 MIN_PURITY, MIN_GAIN = 0.5, 0.2
 """Minimum fraction of the samples of a renamed class with the same prediction, and of right predictions gained."""
@@ -60,6 +61,12 @@ class Evaluations(Probe):
         self._same: dict[tuple[Site, int], bool] = {}
         self._called: dict[Site, list[int]] = {}
         self._still, self._is_copy = 0, False
+        self._batch: tuple[int, list[Tensor]] | None = None  # the newest batch, and the id of its dataset
+        # the labels and a weighted sum of each sample in this and the last evaluation, by call site and dataset
+        self._samples: dict[tuple[Site, int], list[tuple[Tensor, Tensor]]] = {}
+        self._samples_before: dict[tuple[Site, int], tuple[Tensor, Tensor]] = {}
+        self._altered = 0.0
+        self._altered_at: str | None = None
 
     def begin(self, site: WatchSite) -> None:
         self._sites.follow = self._observe
@@ -76,7 +83,40 @@ class Evaluations(Probe):
                 self._outputs.trained_on(tensors_of((args, kwargs), 3))
         elif not self._in_step and self._is_followed(site := self._sites.current):
             self._site, self._given = site, tensors_of((args, kwargs), 3)
+            self._read_samples(site)
             self._rows[site].append(rows_of(self._given[0]) if self._given else 1)
+
+    def on_batch(self, iterator: object, ids: object, batch: object, wait_s: float) -> None:
+        self._batch = None if self._in_step else (id(getattr(iterator, "_dataset", None)), tensors_of(batch, 3))
+
+    def _read_samples(self, site: Site) -> None:
+        """Keeps the labels of the newest batch, and one number for each sample that depends on all of its values."""
+        dataset, tensors = self._batch or (0, [])
+        self._batch = None
+        x = next(
+            (each for each in plain(tensors) if each.is_floating_point() and each.dim() > 1 and each.numel()), None
+        )
+        labels = [each for each in plain(tensors) if each.dtype == torch.int64 and each.dim() == 1]
+        if x is not None and labels and len(labels[0]) == len(x):
+            flat = x.detach().flatten(1).double()
+            sums = flat @ torch.arange(1.0, flat.shape[1] + 1, dtype=flat.dtype, device=flat.device)
+            self._samples.setdefault((site, dataset), []).append((labels[0].clone(), sums))
+
+    def _compare_samples(self) -> None:
+        """Finds evaluated samples whose values differ from those in the last evaluation, though the labels are equal.
+
+        Labels in a regular order, such as those of few-shot episodes, do not identify the samples.
+        """
+        for key, rows in self._samples.items() if self._steps else ():
+            labels, sums = (torch.cat(each) for each in zip(*rows))
+            before, self._samples_before[key] = self._samples_before.get(key), (labels, sums)
+            if before is None or key[0] not in self._sites or not torch.equal(before[0], labels):
+                continue
+            if len(labels) >= MIN_ROWS and len(set(labels.diff().tolist())) >= MIN_STEPS_OF_LABELS:
+                altered = float((before[1] != sums).double().mean())
+                self.urgent |= altered > 0 and not self._altered
+                self._altered, self._altered_at = altered, source_of(key[0])
+        self._samples.clear()
 
     def _is_followed(self, site: Site) -> bool:
         """Returns True if this call is observed. See FOLLOWED_PASSES: evaluations are counted for each call site."""
@@ -192,6 +232,7 @@ class Evaluations(Probe):
             renamed = next((each for each in found if each is not None), None)
             self.urgent |= renamed is not None and (self._facts is None or self._facts.renamed is None)
             same = [is_same for (site, _), is_same in self._same.items() if site in self._sites]
+            self._compare_samples()
             self._still = self._still + 1 if same and all(same) else 0
             self.urgent |= self._still == MIN_STILL
             self._facts = EvaluationFacts(
@@ -202,11 +243,14 @@ class Evaluations(Probe):
                 is_copy=self._is_copy,
                 stale=stale,
                 stale_at=self._outputs.stale_at,
+                altered=self._altered,
+                altered_at=self._altered_at,
                 renamed=renamed,
             )
             self.urgent |= stale > 1
         self._same.clear()
         self._called.clear()
+        self._samples.clear()
         self._outputs.forget()
         self._counts.clear()
         self._rows.clear()
