@@ -203,6 +203,7 @@ class TargetsFacts:
     largest: int  # Largest class among them
     lowest: float = 0.0  # Lowest target of a binary loss
     highest: float = 1.0  # Highest target of a binary loss
+    ascending: int = 0  # The most steps in a row without a label below one of the step before
     ends: tuple[int, ...] = ()  # End-of-text ids, from attributes (``eos_token_id``) of objects of the loop or loaders
 
 

@@ -255,6 +255,7 @@ class Targets(Probe):
         self._watched = watched
         self._targets = 0
         self._largest: Tensor | None = None
+        self._ranges: list[Tensor] = []  # the lowest and the highest class of each step
         self._binary: Tensor | None = None  # minus the lowest target of a binary loss, and the highest target
 
     def on_closed(self, step: RecordedStep) -> None:
@@ -268,6 +269,8 @@ class Targets(Probe):
                 continue
             given = constants_of((loss.args[1:2] or loss.args, loss.kwargs.get("target")))
             for target in (c.tensor.detach() for c in given if c.is_unchanged and c.tensor.numel()):
+                if len(self._ranges) < EVERY_STEP_UNTIL and target.numel() == len(target):
+                    self._ranges.append(torch.stack([target.min(), target.max()]).double())
                 if loss.name in BINARY:
                     ends = torch.stack([-target.min(), target.max()]).double()
                     self._binary = ends if self._binary is None else torch.maximum(self._binary, ends)
@@ -286,8 +289,20 @@ class Targets(Probe):
             largest=-1 if self._largest is None else int(self._largest),
             lowest=-lowest + 0.0,
             highest=highest,
+            ascending=_longest_ascent(torch.stack(self._ranges).tolist()) if self._ranges else 0,
             ends=_ends_named_by(self._watched),
         )
+
+
+def _longest_ascent(ranges: list[list[float]]) -> int:
+    """Returns the most steps in a row of which none has a label below one of the step before, and two labels occur."""
+    longest = start = 0
+    for n, (lowest, highest) in enumerate(ranges):
+        if n and lowest < ranges[n - 1][1]:
+            start = n
+        if highest > ranges[start][0] and highest == round(highest):
+            longest = max(longest, n + 1 - start)
+    return longest
 
 
 def _ends_named_by(watched: WatchedObjects) -> tuple[int, ...]:
