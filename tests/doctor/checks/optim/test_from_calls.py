@@ -179,6 +179,10 @@ def test_lr_too_high_needs_a_smaller_rate_that_helps() -> None:
     assert fires(code, (1, large), (1, stuck), made=flat) == ["warning"]
     assert fires(code, (1, large), (1, replace(stuck, falls_to=1.8)), made=flat) == []
     assert fires(code, (1, large), (1, stuck), made=falling) == []
+    explodes = replace(UPDATE, after=40.0)  # the loss falls again, by less than half
+    assert fires(code, (1, explodes), (1, one_batch), made=falling) == ["critical"]
+    halved = steps(*HEALTHY, losses=tuple(2.0 - 0.08 * n for n in range(24)))
+    assert fires(code, (1, explodes), (1, one_batch), made=halved) == []
 
 
 def test_lr_too_low_needs_a_loss_that_stands_and_no_warm_up() -> None:

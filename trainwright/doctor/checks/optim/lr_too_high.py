@@ -1,4 +1,5 @@
 import math
+import statistics
 
 from trainwright.doctor import ExperimentRequest, NotApplicable, RemedyTrial, Results, RunContext, check
 from trainwright.doctor.facts.weights import BatchStepsFacts, UpdateFacts
@@ -6,6 +7,7 @@ from trainwright.doctor.trend import still_falls
 
 MIN_LOSS_RISE = 0.5  # Fraction by which an update raises the loss of its own batch
 MIN_RATIO, MIN_RATIO_OF_RISE = 0.03, 0.1  # Update / weights, in a run without progress; the second: if the loss rises
+MIN_EXPLOSION = 10.0  # Ratio of the losses of a batch after and before an update that explodes
 MAX_REQUESTED = 2  # Updates that are replayed because the loss of the run does not fall
 MIN_GAIN, MIN_GAIN_RATIO = 0.1, 3.0  # Fall at a smaller rate / loss, and / fall at the rate of the run
 
@@ -20,7 +22,8 @@ def lr_too_high(run: RunContext) -> Results:
     rate, eight updates lower the loss. Or no update raises the loss, the loss of the run has fallen by less than a
     quarter in 24 steps or more, and eight updates at such a lower learning rate lower it three times as much.
 
-    Exceptions: several optimizers (such as a GAN), and runs whose loss has fallen again.
+    Exceptions: several optimizers (such as a GAN), and runs whose loss has fallen again: to half of its first value if
+    an update raised the loss of its batch tenfold.
 
     Usual cause: a learning rate that is meant for another optimizer or batch size, a missing warm-up, or a loss that is
     a sum instead of a mean.
@@ -50,13 +53,14 @@ def lr_too_high(run: RunContext) -> Results:
         worse = sorted(large, key=lambda each: each[1].ratio)[-1:]
     yield from [ExperimentRequest(BatchStepsFacts.experiment, step) for step, _ in worse]
     trained = dict(run.every(BatchStepsFacts))
-    for step, facts in worse if not _has_recovered(run) else ():
+    for step, facts in worse:
         on_batch = trained.get(step)
-        if on_batch is None or on_batch.falls_at is None:
+        explodes = _explodes(run, facts)
+        if on_batch is None or on_batch.falls_at is None or (_has_recovered(run) and not explodes):
             continue
         is_large = facts.ratio > MIN_RATIO_OF_RISE and facts.after > (1 + MIN_LOSS_RISE) * facts.loss
         is_stuck = _has_not_fallen(run) and (is_large or _is_better_at_lower_rate(on_batch))
-        if not (is_stuck or _mean(on_batch.losses[-2:]) > facts.loss):
+        if not (is_stuck or explodes or _mean(on_batch.losses[-2:]) > facts.loss):
             continue
         limit = 2 * abs(run.steps[0].loss) if run.steps else math.inf
         is_lost = not facts.after < limit or any(not each.loss < limit for each in run.steps)
@@ -76,6 +80,13 @@ def lr_too_high(run: RunContext) -> Results:
             ],
             trial=RemedyTrial("other_lr", {"factor": on_batch.falls_at}),
         )
+
+
+def _explodes(run: RunContext, facts: UpdateFacts) -> bool:
+    """Returns True if an update raises the loss of its batch tenfold, and the run has not halved its loss since."""
+    losses = [each.loss for each in run.steps]
+    usual = 3 * max(statistics.median(losses), facts.loss) if losses else math.inf
+    return facts.after > max(usual, MIN_EXPLOSION * facts.loss) and 2 * _mean(losses[-8:]) > losses[0] > 0
 
 
 def _has_recovered(run: RunContext) -> bool:
