@@ -49,6 +49,7 @@ class WrongAxes:
     """Calls at one place that treat axes, masks or noise wrongly."""
 
     # "reordered": a view is used instead of a transpose. "inverted": an attention mask hides everything except padding.
+    # "softmax_over_batch": a softmax of three axes or more is over the first one.
     # "uniform_noise": noise is uniform instead of normal.
     kind: str
     module: str
@@ -67,6 +68,9 @@ class LayersFacts:
     depth: tuple[LayerGradient, ...] = ()
     is_fp16: bool = False
     dropout: dict[str, float] = field(default_factory=dict)
+    inactive_dropout: dict[str, str | None] = field(
+        default_factory=dict
+    )  # Lines of dropouts that are off in train mode
     axes: tuple[WrongAxes, ...] = ()
 
     def wrong_axes(self, kind: str) -> list[WrongAxes]:

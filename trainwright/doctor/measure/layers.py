@@ -64,6 +64,10 @@ class Axes:
             self._add("uniform_noise", path)
         if name in ("view", "reshape") and isinstance(result, Tensor) and is_reordered(args[0].shape, result.shape):
             self._add("reordered", path, tuple(args[0].shape), tuple(result.shape))
+        if name == "softmax" and isinstance(result, Tensor) and result.dim() > 2:
+            axis = argument(args, kwargs, 1, "dim", None)
+            if axis in (0, -result.dim()) or (axis is None and result.dim() == 3):  # the default of three axes is 0
+                self._add("softmax_over_batch", path, tuple(result.shape))
         if self._padding is not None and (hidden := hidden_keys(name, args, kwargs)) is not None:
             rows = self._padding.any(1)
             if hidden.shape == self._padding.shape and torch.equal(hidden[rows], ~self._padding[rows]):
@@ -151,6 +155,7 @@ class LayerMeasurement(ModuleProbe):
         self._routers: dict[str, RouterFacts] = {}
         self._seen: dict[str, NormFacts] = {}
         self._dropout: dict[str, float] = {}
+        self._inactive: dict[str, str | None] = {}
         self._depth: tuple[LayerGradient, ...] = ()
         self._order: dict[str, None] = {}
         self._updates: dict[str, int] = {}
@@ -223,6 +228,7 @@ class LayerMeasurement(ModuleProbe):
             depth=self._depth,
             is_fp16=self._is_fp16 or any(p.dtype == torch.float16 for p in self.watched.subject.parameters),
             dropout=self._dropout,
+            inactive_dropout=self._inactive,
             axes=self._axes.facts(),
         )
         self._clear()
@@ -289,9 +295,15 @@ class LayerMeasurement(ModuleProbe):
             self._relus[self.stack[-1]] = facts
 
     def _record_dropout(self, args: Args, kwargs: Kwargs) -> None:
-        p = argument(args, kwargs, 1, "p", 0.5)
-        if argument(args, kwargs, 2, "training", True) and isinstance(p, float) and p >= STRONG_DROPOUT:
-            self._dropout[self.stack[-1]] = max(p, self._dropout.get(self.stack[-1], 0.0))
+        p, is_on, path = (
+            argument(args, kwargs, 1, "p", 0.5),
+            argument(args, kwargs, 2, "training", True),
+            self.stack[-1],
+        )
+        if is_on and isinstance(p, float) and p >= STRONG_DROPOUT:
+            self._dropout[path] = max(p, self._dropout.get(path, 0.0))
+        elif not is_on and p and path in self.modules and self.modules[path].training:
+            self._inactive[path] = caller()
 
     # routers: a softmax whose largest values choose experts and weight their outputs
 

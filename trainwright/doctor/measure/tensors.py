@@ -77,8 +77,11 @@ def graph_of_nodes(numbers: Tensor, given: Sequence[Tensor], least: int) -> Tens
 def is_reordered(old: Sequence[int], new: Sequence[int]) -> bool:
     """Returns True if the last axes have the same sizes in another order, so that a view mixes up their values.
 
+    Also if heads are split off from the features of a sequence, or merged, and are on the wrong side of its steps.
     Sizes that differ by 1 are left out: relative attention shifts by viewing (T, T + 1) as (T + 1, T).
     """
+    if _moves_heads(tuple(old), tuple(new)) or _moves_heads(tuple(new), tuple(old)):
+        return True
     before, after = ([size for size in each if size != 1] for each in (old, new))
     for count in (2, 3):
         one, other = before[-count:], after[-count:]
@@ -86,6 +89,15 @@ def is_reordered(old: Sequence[int], new: Sequence[int]) -> bool:
             moved = sorted({size for size, now in zip(one, other) if size != now})
             return all(b - a > 1 for a, b in pairwise(moved))
     return False
+
+
+def _moves_heads(merged: tuple[int, ...], split: tuple[int, ...]) -> bool:
+    """Returns True for (B, T, H * d) and (B, H, T, d), or (B * H, T, d)."""
+    if len(merged) < 3 or split[-2:-1] != merged[-2:-1] or split[-1] < 2 or merged[-1] % split[-1]:
+        return False
+    heads, steps = merged[-1] // split[-1], merged[-2]
+    before = split[:-2] in ((*merged[:-2], heads), (*merged[:-3], merged[-3] * heads))
+    return before and heads > 1 and steps > 1 and heads != steps
 
 
 VIEW_NODES = (

@@ -310,6 +310,11 @@ def test_a_loader_may_put_the_steps_first() -> None:
         ((8, 20, 32), (8, 32, 20), True),
         ((20, 8, 32), (8, 20, 32), True),
         ((8, 20, 32), (8, 20, 4, 8), False),  # heads
+        ((8, 20, 32), (8, 4, 20, 8), True),
+        ((8, 20, 32), (32, 20, 8), True),
+        ((8, 4, 20, 8), (8, 20, 32), True),
+        ((8, 20, 4, 8), (8, 20, 32), False),
+        ((2, 3, 16, 20), (2, 3, 4, 4, 4, 5), False),  # patches
         ((8, 4, 9, 10), (8, 4, 10, 9), False),  # the shift of relative attention
         ((8, 1, 32), (8, 32, 1), False),
         ((4, 8, 7, 8, 7, 32), (4, 56, 56, 32), False),  # windows
@@ -373,6 +378,71 @@ def test_a_new_head_that_is_frozen(how: str) -> None:
     for p in (*model[2].parameters(), *(model[4].parameters() if how != "trained" else ())):
         p.requires_grad_(False)
     assert ("model.new_head_frozen" in alarms(watched(model))) == (how == "frozen")
+
+
+class WithMore(nn.Module):
+    """A classifier with another layer, which ``use`` calls."""
+
+    def __init__(self, more: nn.Module, use: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.stem, self.more, self.head, self._use = nn.Linear(WIDTH, 32), more, nn.Linear(32, CLASSES), use
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.head(self._use(self.more, self.stem(x).relu()))
+
+
+def in_turn(more: nn.Module, x: Tensor) -> Tensor:
+    """Uses the layer in every other call."""
+    more.calls = getattr(more, "calls", 0) + 1  # type: ignore[assignment]
+    return more(x) if more.calls % 2 == 0 else x
+
+
+def beside(more: nn.Module, x: Tensor) -> Tensor:
+    more(x)
+    return x
+
+
+@pytest.mark.parametrize(
+    ("use", "is_unused"),
+    [(lambda more, x: x, True), (beside, True), (lambda more, x: more(x), False), (in_turn, False)],
+    ids=["not called", "output dropped", "used", "in turn"],
+)
+def test_a_layer_that_is_never_used(use: Callable[[nn.Module, Tensor], Tensor], is_unused: bool) -> None:
+    watch = watched(WithMore(nn.Linear(32, 32), use))
+    assert ("model.layer_unused" in alarms(watch)) == is_unused
+    if is_unused:
+        assert found(watch, "model.layer_unused").where.module == "more"
+
+
+def test_one_of_several_experts_may_be_idle() -> None:
+    experts = nn.ModuleList([nn.Linear(32, 32) for _ in range(3)])
+    assert "model.layer_unused" not in alarms(watched(WithMore(experts, lambda more, x: more[0](x))))  # type: ignore[index]
+
+
+@pytest.mark.parametrize("training", [None, False, True])
+def test_a_dropout_function_that_is_off(training: bool | None) -> None:
+    def use(more: nn.Module, x: Tensor) -> Tensor:
+        return F.dropout(more(x), 0.5, more.training if training is None else training)
+
+    assert ("loop.trains_in_eval_mode" in alarms(watched(WithMore(nn.Linear(32, 32), use)))) == (training is False)
+
+
+@pytest.mark.parametrize("axis", [0, -1])
+def test_attention_over_the_samples(axis: int) -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.place, self.out = nn.Embedding(9, 32), nn.Embedding(WIDTH, 32), nn.Linear(32, CLASSES)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            h = self.embedding(ids) + self.place.weight
+            mixed: Tensor = self.out((h + 0.02 * (h @ h.mT).softmax(axis) @ h).mean(1))
+            return mixed
+
+    found = [each for each in watched(Attention(), inputs=as_ids).findings() if each.code == "model.mixes_samples"]
+    assert [each.severity for each in found] == (["warning"] if axis == 0 else [])
 
 
 @pytest.mark.parametrize("how", ["not loaded", "loaded", "trained", "random features"])

@@ -1,4 +1,5 @@
-from trainwright.doctor import NotApplicable, Results, RunContext, Where, check, listed
+from trainwright.doctor import NotApplicable, Results, RunContext, Where, check, in_words, listed
+from trainwright.doctor.facts.layers import LayersFacts
 from trainwright.doctor.facts.modes import EvalModule, ModesFacts
 
 
@@ -9,7 +10,8 @@ def trains_in_eval_mode(run: RunContext, facts: ModesFacts) -> Results:
     Why it matters: dropout is off, and batch normalization uses old running statistics and does not update them.
 
     How it is detected: the mode of every module in each training pass. A part that left train mode during the run is
-    critical (a warning if it is a single module). A model or a part that was never in train mode is a warning.
+    critical (a warning if it is a single module). A model or a part that was never in train mode is a warning, and so
+    is a dropout function that is called with `training=False` by a module in train mode.
 
     Exceptions: frozen parts; frozen statistics, where only normalization layers are in eval mode: all of them, or
     those that were so from the first step on.
@@ -19,8 +21,20 @@ def trains_in_eval_mode(run: RunContext, facts: ModesFacts) -> Results:
 
     Fix: call `model.train()` before each epoch and after each evaluation.
 
-    Sources: joeynmt#184, vsepp#4, pytorch-fcn#56, Megatron-LM#411.
+    Sources: joeynmt#184, vsepp#4, pytorch-fcn#56, Megatron-LM#411, hkust-vgd/shellnet#3, deepchem#1787.
     """
+    layers = run.latest(LayersFacts)
+    if layers is not None and layers.inactive_dropout:
+        path, line = next(iter(layers.inactive_dropout.items()))
+        yield run.finding(
+            symptom=f"dropout has no effect in {in_words(path)}, although the module is in train mode",
+            cause="the dropout function is called with training=False",
+            remedy="F.dropout(x, p, training=self.training), or an nn.Dropout",
+            severity="warning",
+            since_step=1,
+            where=Where(module=path, op="dropout", source=line),
+            evidence=[("modules in train mode with an inactive dropout", [*layers.inactive_dropout][:16], [])],
+        )
     if not facts.depends:
         yield NotApplicable("no module behaves differently in eval mode")
         return

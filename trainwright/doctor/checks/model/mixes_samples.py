@@ -1,5 +1,5 @@
 from trainwright.doctor import NotApplicable, Results, RunContext, Where, check, in_words
-from trainwright.doctor.facts.layers import FunctionFacts, ModulesFacts
+from trainwright.doctor.facts.layers import FunctionFacts, LayersFacts, ModulesFacts
 
 MIN_DEVIATION = 0.02
 """In standard deviations of the outputs. A batch statistic that is one feature of many changes them less."""
@@ -13,7 +13,8 @@ def mixes_samples(run: RunContext, facts: FunctionFacts) -> Results:
     more than the measured rounding error. If an input numbers the graph of each node, a sample is a graph.
 
     Exceptions: batches whose rows may belong together (nodes of one graph, packed sequences, one set, the same rows
-    in every step); a statistic of the batch among many features, which changes little, is reported only with -v.
+    in every step); a statistic of the batch among many features, which changes little, is reported only with -v, unless
+    the model has a softmax over the first axis.
 
     Usual cause: a `view` or `reshape` where a transpose was meant; a softmax (`dim=0`), mean or norm over the batch
     dimension, or over the nodes of all graphs; a recurrent or attention layer without `batch_first`, which treats
@@ -32,10 +33,13 @@ def mixes_samples(run: RunContext, facts: FunctionFacts) -> Results:
     if not (facts.is_batch or facts.are_graphs) and (modules is None or modules.looks < 4 or modules.same_inputs):
         yield NotApplicable("the rows may be one thing, such as the nodes of a graph")
         return
-    found = facts.neighbours
+    found, layers = facts.neighbours, run.latest(LayersFacts)
+    softmax = next(iter(layers.wrong_axes("softmax_over_batch")), None) if layers is not None else None
     yield run.finding(
         symptom=f"with one sample of a batch replaced, others change their outputs, first in {in_words(found.module)}",
-        severity="info" if found.amount < MIN_DEVIATION and not facts.are_graphs else "warning",
-        where=Where(module=found.module, source=found.line),
+        severity="info" if found.amount < MIN_DEVIATION and not (facts.are_graphs or softmax) else "warning",
+        where=Where(module=softmax.module, op="softmax", source=softmax.line)
+        if softmax
+        else Where(module=found.module, source=found.line),
         evidence=[("change of the others' outputs, in standard deviations", found.amount, f"<= {found.limit:.2g}")],
     )

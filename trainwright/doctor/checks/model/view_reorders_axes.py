@@ -16,12 +16,13 @@ def view_reorders_axes(run: RunContext, facts: LayersFacts) -> Results:
     Why it matters: shapes are right and there is no error, but channels, steps or samples are mixed up.
 
     How it is detected: after a view, the last two or three axes (without axes of size 1) have the same sizes in another
-    order, in two or more training passes, or between the outputs and the loss.
+    order, in two or more training passes, or between the outputs and the loss. Or (batch, length, feature) is viewed as
+    (batch, head, length, part), or back.
 
     Exceptions: sizes that differ by 1, because the shift of relative attention uses such a view on purpose.
 
     Usual cause: `reshape` is used to move the channels first in images (batch, height, width, channel) or sequences
-    (batch, length, feature).
+    (batch, length, feature), or to split heads without a transpose.
 
     Looks like: model.mixes_samples, where a view moves values between samples.
 
