@@ -138,16 +138,6 @@ class LoaderRestarts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StaleAttribute:
-    """An attribute of a dataset that changed after persistent workers had copied the dataset."""
-
-    name: str
-    before: str
-    now: str
-    step: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class WorkerDraws:
     """An experiment: two workers each read one sample twice, in two epochs."""
 
@@ -170,7 +160,6 @@ class LoadersFacts:
     overlaps: tuple[LoaderOverlap, ...] = ()  # Loaders of evaluations that share samples with training
     drawn: tuple[DrawnSamples, ...] = ()  # Samples drawn for training, for each loader
     restarts: tuple[LoaderRestarts, ...] = ()  # Loaders whose workers are started often
-    stale: StaleAttribute | None = None  # A dataset attribute that workers do not see change
     workers: WorkerDraws | None = None  # Random numbers of the workers
     entropies: tuple[float, ...] = ()  # Entropy of the labels of each batch, in nats
     mixed: tuple[float, ...] = ()  # Lowest and mean entropy of batches drawn at random, in nats

@@ -116,17 +116,6 @@ class RepeatedModule:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenTable:
-    """An embedding in the examined steps."""
-
-    path: str  # Path of the module
-    padding: float = 0.0  # Fraction of the ids that are ``padding_idx``
-    inside: float = 0.0  # Fraction of the padding that is between other tokens
-    used: int = 0  # Number of rows that were used
-    decayed: int = 0  # Number of rows that changed although their gradient was 0 whenever they were used
-
-
-@dataclass(frozen=True, kw_only=True)
 class OutputSpread:
     """Difference of the outputs of a model between samples, relative to the size of the outputs."""
 
@@ -151,7 +140,6 @@ class ModulesFacts:
     repeated: tuple[RepeatedModule, ...] = ()  # Modules that one container holds several times
     flat: str = ""  # The operation with derivative 0 everywhere that the graph of the loss contains
     behind_flat: tuple[str, ...] = ()  # Parameters that the loss reaches only through such operations
-    tables: tuple[TokenTable, ...] = ()  # The embeddings
 
 
 @dataclass(frozen=True)

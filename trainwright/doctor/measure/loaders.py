@@ -17,7 +17,6 @@ from trainwright.doctor.facts.data import (
     LoaderOverlap,
     LoaderRestarts,
     LoadersFacts,
-    StaleAttribute,
     WorkerDraws,
 )
 from trainwright.recorder.callers import caller
@@ -33,7 +32,6 @@ MIN_RESTARTS = 8  # Number of iterators of a loader with workers after which res
 CLOSE_UNTIL_STEP, CLOSE_BATCHES = 256, 2
 """Urgent findings are searched for after each of the first steps, later only in the first batches of an epoch."""
 MIN_DRAWS_PER_SAMPLE = 32  # If drawn samples have this many draws on average, an undrawn sample is no coincidence
-PLAIN_TYPES = (bool, int, float, str)
 
 
 @dataclass
@@ -48,7 +46,6 @@ class _Reads:
     draws: int = 0
     distinct: set[int] = field(default_factory=set)
     over: list[set[int]] = field(default_factory=list)
-    attributes: dict[str, object] | None = None  # attributes of the dataset when the persistent workers started
 
     def begin(self, epoch: Epoch) -> None:
         if self.epoch is not None and self.epoch.role == "training":
@@ -78,7 +75,6 @@ class Loaders(Probe):
         self._training: Epoch | None = None  # the newest epoch that was trained on
         self._pending: list[PendingBatch] = []
         self._reads: weakref.WeakKeyDictionary[Loader, _Reads] = weakref.WeakKeyDictionary()
-        self._stale: StaleAttribute | None = None
         self._workers: WorkerDraws | None = None
         self._are_tested = False
         self._steps = 0
@@ -99,17 +95,6 @@ class Loaders(Probe):
         size = length_of(getattr(loader, "dataset", None)) or 0
         reads = self._reads.setdefault(loader, _Reads(size, caller()))
         reads.begin(self._epoch)
-        if loader.num_workers and loader.persistent_workers:
-            self._compare_copies(loader, reads)
-
-    def _compare_copies(self, loader: Loader, reads: _Reads) -> None:
-        """Compares plain attributes of the dataset and its transforms with those that persistent workers copied."""
-        now = _attributes(loader.dataset)
-        reads.attributes = reads.attributes or now
-        for name, before in reads.attributes.items():
-            if self._stale is None and name in now and now[name] != before:
-                values = (str(before)[:40], str(now[name])[:40])
-                self._stale = StaleAttribute(name=name, before=values[0], now=values[1], step=self._steps + 1)
 
     def on_batch(self, iterator: object, ids: object, batch: object, wait_s: float) -> None:
         epoch = self._running.get(iterator)
@@ -147,7 +132,6 @@ class Loaders(Probe):
             history.compare(now, whole=False)
         signs = {
             "again": any(each["equal"] and not each["ascending"] for each in history.repeats),
-            "stale": self._stale is not None,
             "few": any(
                 each.draws >= MIN_DRAWS_PER_SAMPLE * max(8, len(each.distinct)) for each in self._reads.values()
             ),
@@ -184,7 +168,6 @@ class Loaders(Probe):
             overlaps=tuple(LoaderOverlap(**each) for each in self._history.overlaps()),
             drawn=tuple(_drawn(loader, each) for loader, each in self._reads.items() if each.drawn()[0]),
             restarts=tuple(self._restarts()),
-            stale=self._stale,
             workers=self._workers,
             entropies=tuple(labels["entropies"]),
             mixed=tuple(labels["mixed"]),
@@ -195,22 +178,6 @@ class Loaders(Probe):
         for loader, each in self._reads.items():
             if (workers := loader.num_workers) and each.iterators > 1:
                 yield LoaderRestarts(workers, each.iterators, each.batches, length_of(loader))
-
-
-def _attributes(dataset: object) -> dict[str, object]:
-    """Returns public attributes with plain values: of a dataset, the dataset that it wraps, and its transforms."""
-    found: dict[str, object] = {}
-    waiting = [("dataset", dataset, 2)]
-    while waiting:
-        path, each, depth = waiting.pop()
-        for name, value in getattr(each, "__dict__", {}).items():
-            if name.startswith("_"):
-                continue
-            if isinstance(value, PLAIN_TYPES):
-                found[f"{path}.{name}"] = value
-            elif depth and hasattr(value, "__dict__") and not isinstance(value, type | Tensor):
-                waiting.append((f"{path}.{name}", value, depth - 1))
-    return found
 
 
 def _drawn(loader: Loader, reads: _Reads) -> DrawnSamples:

@@ -6,19 +6,17 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
-from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
 from trainwright.checkpoint.names import named_modules, named_parameters
-from trainwright.doctor.facts.layers import ModulesFacts, OutputSpread, RepeatedModule, TokenTable
+from trainwright.doctor.facts.layers import ModulesFacts, OutputSpread, RepeatedModule
 from trainwright.doctor.measure.tensors import leaves_among, nodes_behind, sampled
 from trainwright.recorder.calls import Hook, is_compiled
 from trainwright.recorder.gradients import owned_by
@@ -35,9 +33,8 @@ FLAT_NODES = ("RoundBackward", "FloorBackward", "CeilBackward", "TruncBackward",
 MIN_ROWS = 4
 MIN_WIDTH = 8  # Minimum size of vectors whose spread is measured
 MAX_RELATIVE_ROUNDING = 1e-4  # Relative to the largest output. A normalization over one value leaves rounding of 1e-5.
-MAX_IDS = 4096  # Maximum number of token ids that are read per call
 NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm)
-_MEASURED = (_DropoutNd, *NORMS, nn.Embedding, nn.EmbeddingBag)
+_MEASURED = (_DropoutNd, *NORMS)
 
 EARLY_STEPS = frozenset({1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 48, 64})
 """Examined steps. Later, the step after every INTERVAL_STEPS-th one is examined, until FREQUENT_UNTIL_STEP."""
@@ -145,26 +142,8 @@ def rows_of(tensor: Tensor, most: int = 8) -> Tensor:
     return rows.reshape(len(rows), -1)
 
 
-@dataclass
-class _Table:
-    """Rows of an embedding. ``ids``: those used in the examined step, and after ``on_step`` those with gradient 0.
-
-    ``zeroed`` counts the steps with gradient 0; in these, ``decayed`` rows changed. Rows with another gradient are
-    ``computed`` (after a backward pass) or ``alive`` (at an update).
-    """
-
-    module: nn.Embedding | nn.EmbeddingBag
-    counts: list[Tensor] = field(default_factory=list)  # number of ids, of padding, and of padding between other tokens
-    ids: Tensor | None = None
-    before: Tensor | None = None
-    zeroed: Counter[int] = field(default_factory=Counter)
-    alive: set[int] = field(default_factory=set)
-    decayed: set[int] = field(default_factory=set)
-    computed: set[int] = field(default_factory=set)
-
-
 class Modules(ModuleProbe):
-    """Examines modules. Synchronizes with a GPU only for embedding rows and when the facts are read."""
+    """Examines modules. Synchronizes with a GPU only when the facts are read."""
 
     name = ModulesFacts.experiment
 
@@ -173,7 +152,6 @@ class Modules(ModuleProbe):
         self._varies: dict[str, tuple[Tensor, Tensor]] = {}  # whether inputs and outputs vary in this pass, by module
         self._given: dict[str, Tensor] = {}  # whether the inputs vary in this pass
         self._wipes: dict[str, list[Tensor]] = {}  # whether outputs are constant and inputs are not, for each pass
-        self._inputs: list[Tensor] = []  # inputs of the model in this pass
         self._single = ""
         self._first: Tensor | None = None  # rows of the first input of the first pass
         self._same: list[Tensor] = []
@@ -187,7 +165,6 @@ class Modules(ModuleProbe):
         self._repeats = {id(m) for each in self._lists.values() for m, n in _entries(each).items() if n > 1}
         self._made: dict[str, set[Node]] = {}  # nodes of the outputs of repeated modules in this pass
         self._chained: set[int] = set()
-        self._tables = {p: _Table(m) for p, m in self.modules.items() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
         self._flat, self._behind = "", set[str]()
         self._others: list[str] = []
         self._reported = 0
@@ -199,10 +176,9 @@ class Modules(ModuleProbe):
         super().on_forward(root, args, kwargs)
         for each in (self._varies, self._given, self._made):
             each.clear()
-        self._inputs = plain(tensors_of((args, kwargs), 3)) if self.is_hooked else []
         if self.is_hooked and (varies := _varies((args, kwargs))) is not None:
             self._given[""] = varies
-            given = next((rows_of(t) for t in self._inputs if _has_rows(t)), None)
+            given = next((rows_of(t) for t in plain(tensors_of((args, kwargs), 3)) if _has_rows(t)), None)
             if given is not None:
                 first = self._first = given.clone() if self._first is None else self._first
                 is_like = first.shape == given.shape
@@ -215,8 +191,6 @@ class Modules(ModuleProbe):
             self._learning.add(path) if torch.is_grad_enabled() else self._noisy.update([path])
         elif isinstance(module, _NormBase) and module.training and module.running_mean is not None:
             self._drifting[path] += module.weight is not None
-        if path in self._tables and args and isinstance(args[0], Tensor) and not args[0].is_floating_point():
-            self._record_ids(self._tables[path], args[0].detach())
         is_norm, is_repeated = isinstance(module, nn.LayerNorm | nn.GroupNorm), path in self._made
         given = plain(tensors_of((args, kwargs), 2)) if is_norm or is_repeated else []
         if is_norm and given and not self._single and _normalises_one_value(module, given[0]):
@@ -257,53 +231,10 @@ class Modules(ModuleProbe):
                 behind = leaves_among(nodes_behind(flat)) - leaves_among(near)
                 self._behind = {self.names[id(p)] for p in behind if id(p) in self.names}
 
-    def _record_ids(self, table: _Table, ids: Tensor) -> None:
-        table.ids = torch.unique(ids.flatten()[:MAX_IDS])
-        padding = getattr(table.module, "padding_idx", None)
-        if padding is None or ids.dim() != 2 or ids.shape[1] < 3:
-            return
-        is_pad = ids == padding
-        for mask in self._inputs:  # a mask may show that a padding id is a real token, such as an end of text
-            if mask.shape == ids.shape and mask is not ids and not mask.is_floating_point():
-                is_pad &= ~((mask == 1) & (mask.long() <= 1).all())
-        later = (~is_pad).flip(1).cumsum(1).flip(1) > 0
-        earlier = (~is_pad).cumsum(1) > 0
-        table.counts.append(
-            torch.stack([is_pad.new_ones(ids.shape).sum(), is_pad.sum(), (is_pad & later & earlier).sum()])
-        )
-
-    @torch.no_grad()
-    def on_gradients(self) -> None:
-        """Records the rows with a gradient after the backward pass, before the loop can set a gradient to zero."""
-        for table in self._tables.values() if self.is_examining else ():
-            gradient = table.module.weight.grad
-            if table.ids is not None and gradient is not None and not gradient.is_sparse:
-                table.computed |= set(table.ids[gradient[table.ids].abs().amax(1) > 0].tolist())
-
-    @torch.no_grad()
-    def on_step(self, optimizer: Optimizer, args: Args) -> None:
-        for table in self._tables.values() if self.is_examining else ():
-            weight = table.module.weight
-            if table.ids is None or weight.grad is None or weight.grad.is_sparse or id(weight) not in self.owned:
-                continue
-            is_zero = weight.grad[table.ids].abs().amax(1) == 0
-            if not bool(is_zero.any()) or bool(is_zero.all()):
-                table.ids = None
-                continue
-            table.alive |= set(table.ids[~is_zero].tolist())
-            table.ids = table.ids[is_zero]
-            table.before = weight.detach()[table.ids].clone()
-
     def ended(self, step: RecordedStep) -> None:
         if self._spread is not None and not _has_data(step):
             self._spreads.append((step.step, self._spread))
         self._spread = None
-        for table in self._tables.values():
-            if table.ids is not None and table.before is not None:
-                changed = (table.module.weight.detach()[table.ids] != table.before).any(1)
-                table.zeroed.update(table.ids.tolist())
-                table.decayed |= set(table.ids[changed].tolist())
-            table.ids = table.before = None
         for path in {*self._noisy, *self._drifting}:
             if (frozen := self._frozen_around(path)) is not None:
                 self._first_values.setdefault(frozen, _first_values(self.modules[frozen]))
@@ -377,7 +308,6 @@ class Modules(ModuleProbe):
             ),
             flat=self._flat,
             behind_flat=tuple(sorted(self._behind))[:32],
-            tables=tuple(_table_facts(path, table) for path, table in self._tables.items()),
         )
 
     def end(self, error: BaseException | None) -> None:
@@ -429,23 +359,6 @@ def _has_data(step: RecordedStep) -> bool:
     """Returns True if the loss of a step uses data besides the model's inputs."""
     operations = [each for each in step.program if isinstance(each, Operation)]
     return any(c.tensor.numel() > 1 for each in operations for c in constants_of((each.args, each.kwargs)))
-
-
-def _table_facts(path: str, table: _Table) -> TokenTable:
-    ids, padding, inside = torch.stack(table.counts).sum(0).tolist() if table.counts else (0, 0, 0)
-    always = {row for row, times in table.zeroed.items() if times >= 3} - table.alive
-    if not table.module.weight._backward_hooks:  # a hook may set gradients to zero before ``computed`` is recorded
-        always &= table.computed
-    number = getattr(table.module, "padding_idx", None)
-    if number is not None and bool(table.module.weight.detach()[number].any()):
-        inside = 0  # the padding token has a nonzero vector, such as a pretrained one
-    return TokenTable(
-        path=path,
-        padding=padding / max(1, ids),
-        inside=inside / max(1, padding),
-        used=len({*table.zeroed} | table.alive),
-        decayed=len(always & table.decayed),
-    )
 
 
 def _first_values(module: nn.Module) -> Tensor:

@@ -269,7 +269,7 @@ class Targets(Probe):
                 continue
             given = constants_of((loss.args[1:2] or loss.args, loss.kwargs.get("target")))
             for target in (c.tensor.detach() for c in given if c.is_unchanged and c.tensor.numel()):
-                if len(self._ranges) < EVERY_STEP_UNTIL and target.numel() == len(target):
+                if len(self._ranges) < EVERY_STEP_UNTIL and target.dim() and target.numel() == len(target):
                     self._ranges.append(torch.stack([target.min(), target.max()]).double())
                 if loss.name in BINARY:
                     ends = torch.stack([-target.min(), target.max()]).double()

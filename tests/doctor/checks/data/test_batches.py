@@ -16,7 +16,6 @@ from trainwright.doctor.checks.data.label_feature_misaligned import MAX_DEVIATIO
 from trainwright.doctor.checks.data.label_out_of_range import label_out_of_range
 from trainwright.doctor.checks.data.labels_shifted_twice import labels_shifted_twice
 from trainwright.doctor.checks.data.pad_in_loss import pad_in_loss
-from trainwright.doctor.checks.data.token_ids_wrapped import token_ids_wrapped
 from trainwright.doctor.checks.data.unnormalised_input import unnormalised_input
 from trainwright.doctor.facts.data import (
     BatchFacts,
@@ -129,23 +128,6 @@ def test_labels_that_are_no_classes_are_named(low: float, samples: tuple[int, ..
 def test_another_error_is_no_label() -> None:
     values = {"error": "KeyboardInterrupt: ", "ids": []}
     assert not results(label_out_of_range, Examined(time_s=0.0, step=1, experiment="unfinished", values=values))
-
-
-@pytest.mark.parametrize(
-    ("largest", "classes", "targets", "found"),
-    [
-        (255, 400, 20_000, 1),
-        (65535, 119_547, 2_000_000, 1),
-        (254, 400, 20_000, 0),
-        (255, 259, 20_000, 0),
-        (127, 256, 20_000, 0),
-        (255, 400, 2_000, 0),
-    ],
-    ids=["uint8", "uint16", "no boundary", "special tokens", "ascii", "too few"],
-)
-def test_ids_that_wrap(largest: int, classes: int, targets: int, found: int) -> None:
-    facts = exam(9, TargetsFacts(targets=targets, largest=largest))
-    assert len(said(token_ids_wrapped, facts, exam(9, BatchFacts(classes=classes)))) == found
 
 
 @pytest.mark.parametrize(("offsets", "found"), [((2,), 1), ((1,), 0), ((1, 2), 0), ((0,), 0), ((), 0)])

@@ -71,37 +71,6 @@ def test_samples_that_never_come(make: Any, codes: list[str]) -> None:
     assert warned(trained(make())) == codes
 
 
-class Augmented(Dataset[tuple[Tensor, Tensor]]):
-    def __init__(self) -> None:
-        self.noise = True
-        self._reads = 0
-
-    def __len__(self) -> int:
-        return 32
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        self._reads += 1
-        return X[index] + 0.1 * self.noise * torch.randn(6), Y[index]
-
-
-def switched_off(persistent: bool, switches: bool) -> Batches:
-    dataset = Augmented()
-    loader = DataLoader(dataset, 16, shuffle=True, num_workers=1, persistent_workers=persistent)
-    for epoch in range(3):
-        dataset.noise = not switches or epoch < 2
-        yield from loader
-
-
-@pytest.mark.slow
-@pytest.mark.process
-@pytest.mark.parametrize(
-    ("persistent", "switches", "codes"),
-    [(True, True, ["data.persistent_workers_stale"]), (True, False, []), (False, True, [])],
-)
-def test_persistent_workers_hold_copies(persistent: bool, switches: bool, codes: list[str]) -> None:
-    assert warned(trained(switched_off(persistent, switches))) == codes
-
-
 def one_iterator_each(loader: DataLoader[Any]) -> Iterator[Any]:
     return (next(iter(loader)) for _ in range(12))
 

@@ -55,15 +55,6 @@ class Distiller(nn.Module):
         return self.student(x) + 0.0 * wanted
 
 
-class Tokens(nn.Module):
-    def __init__(self, padding_idx: int | None) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(9, 16, padding_idx=padding_idx), nn.Linear(16, CLASSES)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.head(self.embedding(ids).mean(1))
-
-
 class Backbone(nn.Module):
     def __init__(self, *, evaluates: bool) -> None:
         super().__init__()
@@ -193,31 +184,6 @@ def test_a_norm_over_one_value_is_named() -> None:
     assert found(watch, "model.output_same_for_all_samples").where.module == "2"
 
 
-def test_padding_idx_of_a_token() -> None:
-    torch.manual_seed(0)
-    assert "model.padding_idx_is_token" in alarms(watched(Tokens(4), inputs=as_ids))
-    assert "model.padding_idx_is_token" not in alarms(watched(Tokens(0), inputs=padded))
-    assert "model.padding_idx_is_token" not in alarms(watched(Tokens(None), inputs=as_ids))
-
-
-def test_rows_without_a_gradient_that_decay() -> None:
-    def run(weight_decay: float) -> list[str]:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.EmbeddingBag(48, 16), nn.Linear(16, CLASSES))
-        table = model[0].weight
-        optimizer = torch.optim.AdamW([table], lr=1e-2, weight_decay=weight_decay)
-
-        def freeze_old_rows() -> None:
-            assert table.grad is not None
-            table.grad[:40] = 0
-
-        ids = torch.randint(48, (128, WIDTH))
-        return alarms(watched(model, inputs=lambda x: ids, before_update=freeze_old_rows, optimizer=optimizer))
-
-    assert "optim.frozen_rows_decay" in run(0.1)
-    assert "optim.frozen_rows_decay" not in run(0.0)
-
-
 @pytest.mark.parametrize(("mask", "found"), [(torch.logical_not, True), (torch.clone, False)])
 def test_a_mask_that_is_inverted(mask: Callable[[Tensor], Tensor], found: bool) -> None:
     torch.manual_seed(0)
@@ -322,20 +288,6 @@ def test_a_loader_may_put_the_steps_first() -> None:
 )
 def test_views_in_another_order(old: tuple[int, ...], new: tuple[int, ...], found: bool) -> None:
     assert is_reordered(old, new) == found
-
-
-def test_rows_of_positions_that_only_padding_has() -> None:
-    torch.manual_seed(0)
-    positions, head = nn.Embedding(32, 16), nn.Linear(16, CLASSES)
-    model = nn.Sequential(positions, head)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-    with tw.watch(model, optimizer, out=None, quiet=True) as watch:
-        for _ in range(16):
-            optimizer.zero_grad()
-            logits = model(torch.arange(32).expand(4, 32))
-            nn.functional.cross_entropy(logits[:, :16].flatten(0, 1), torch.randint(CLASSES, (64,))).backward()
-            optimizer.step()
-    assert "optim.frozen_rows_decay" not in [each.code for each in watch.findings()]
 
 
 class Encoder(nn.Module):

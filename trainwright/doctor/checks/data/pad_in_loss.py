@@ -1,4 +1,4 @@
-from trainwright.doctor import Every, ExperimentRequest, NotApplicable, Results, RunContext, check
+from trainwright.doctor import Every, ExperimentRequest, NotApplicable, Results, RunContext, Where, check
 from trainwright.doctor.facts.data import BatchFacts, PaddingFacts
 
 
@@ -34,6 +34,7 @@ def pad_in_loss(run: RunContext, exams: Every[BatchFacts]) -> Results:
     yield run.finding(
         symptom=f"{facts.padding.fraction:.0%} of the tokens are padding (id {facts.padding.id}), and the loss counts "
         "them as targets",
+        where=Where(op="cross_entropy"),
         evidence=[
             ("gradient of the loss at outputs within padding", facts.at_padding, 0),
             ("gradient elsewhere", facts.elsewhere),
