@@ -34,6 +34,7 @@ class WeightsFacts:
     rate_before_0: float = 0.0  # The highest learning rate in the step before ``at_0_since``
     highest_rate: float = 0.0  # The highest learning rate
     updates_before: int = 0  # Updates that the state of an optimizer counted before the first step
+    frozen_by_name: tuple[str, ...] = ()  # Trained modules and parameters with an attribute that does not freeze them
     frozen_at_random: str = ""  # Path of the last linear layer if it is frozen with the values of an initialisation
     frozen_outputs: int = 0  # Number of its outputs
     idle_outputs: tuple[int, ...] = ()  # Outputs of the last layer that had no gradient in the first 32 steps

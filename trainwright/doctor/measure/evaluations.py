@@ -91,8 +91,7 @@ class Evaluations(Probe):
 
     def _read_samples(self, site: Site) -> None:
         """Keeps the labels of the newest batch, and one number for each sample that depends on all of its values."""
-        dataset, tensors = self._batch or (0, [])
-        self._batch = None
+        (dataset, tensors), self._batch = self._batch or (0, []), None
         x = next(
             (each for each in plain(tensors) if each.is_floating_point() and each.dim() > 1 and each.numel()), None
         )

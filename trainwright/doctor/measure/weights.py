@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainwright.checkpoint.checksums import start_checksums
-from trainwright.checkpoint.names import named_parameters
+from trainwright.checkpoint.names import named_modules, named_parameters
 from trainwright.doctor.facts.weights import MAX_NAMES, WeightsFacts
 from trainwright.doctor.measure.tensors import leaves_among, made_by, nodes_behind
 from trainwright.recorder.probes import Probe, WatchedObjects, WatchSite
@@ -25,6 +25,7 @@ MAX_WRITES_OF_INITIALIZATION = 16
 
 OUTPUT_STEPS = 32  # Steps in which the gradients of the output layers are read
 MAX_OUTPUT_WEIGHTS = 1 << 18  # Elements of an output layer that is read
+MISSPELLED = ("require_grad", "requires_grads", "require_grads", "required_grad")  # for ``requires_grad``
 MIN_FRESH_WEIGHTS = 128  # Weights of a layer whose distribution is compared with that of an initialisation
 
 
@@ -58,7 +59,8 @@ class MovingWeights(Probe):
         self._last = self._checksums()
         self._found.worked_on = tuple(name for name, p in zip(self._names, self._parameters) if was_trained(p))
         self._zeros = {n for n, p in enumerate(self._parameters) if p.dim() > 1 and not own_part(p.detach()).any()}
-        self._in_optimizers()
+        held = {id(self._parameters[n]) for n in self._in_optimizers() if self._parameters[n].requires_grad}
+        self._found.frozen_by_name = tuple(_frozen_by_name(self._roots, held))[:MAX_NAMES]
         layers, _, fresh = frozen_layers(self._roots)
         if fresh and fresh[-1] == layers[-1]:
             self._found.frozen_at_random, self._found.frozen_outputs = fresh[-1][0], fresh[-1][1].out_features
@@ -162,6 +164,16 @@ def _weights_of_output(output: Tensor) -> list[Tensor]:
     inputs = [] if node is None else [each for each, _ in node.next_functions if each is not None]
     leaves = leaves_among(nodes_behind([each for each in inputs if type(each).__name__.startswith(("TB", "Acc"))]))
     return [each for each in leaves if each.dim() > 1]
+
+
+def _frozen_by_name(roots: Sequence[nn.Module], trained: set[int]) -> Iterator[str]:
+    """Yields modules and parameters of ``trained`` with an attribute that was meant to freeze them."""
+    for name, module in named_modules(roots):
+        if vars(module).get("requires_grad") is False and any(id(p) in trained for p in module.parameters()):
+            yield name
+    for name, p in named_parameters(roots):
+        if id(p) in trained and any(vars(p).get(each) is False for each in MISSPELLED):
+            yield name
 
 
 def was_trained(parameter: Tensor) -> bool:

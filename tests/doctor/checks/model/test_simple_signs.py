@@ -397,6 +397,25 @@ def test_attention_over_the_samples(axis: int) -> None:
     assert [each.severity for each in found] == (["warning"] if axis == 0 else [])
 
 
+@pytest.mark.parametrize(
+    ("freeze", "is_found"),
+    [
+        (lambda m: setattr(m[0], "requires_grad", False), True),
+        (lambda m: setattr(m[0].weight, "require_grad", False), True),
+        (lambda m: setattr(m[0].weight, "requires_grad", False), False),
+        (lambda m: [setattr(m[0], "requires_grad", False), m[0].requires_grad_(False)], False),
+    ],
+    ids=["a module", "misspelled", "a parameter", "both"],
+)
+def test_a_part_that_is_not_frozen(freeze: Callable[[nn.Module], object], is_found: bool) -> None:
+    model = mlp()
+    freeze(model)
+    watch = watched(model)
+    assert ("optim.freeze_without_effect" in alarms(watch)) == is_found
+    if is_found:
+        assert found(watch, "optim.freeze_without_effect").where.module == "0"
+
+
 @pytest.mark.parametrize("how", ["not loaded", "loaded", "trained", "random features"])
 def test_frozen_layers_that_were_not_loaded(how: str) -> None:
     torch.manual_seed(0)

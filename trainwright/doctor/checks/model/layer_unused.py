@@ -32,12 +32,11 @@ def layer_unused(run: RunContext, facts: WiringFacts, weights: WeightsFacts, see
     names = unchanged_since(run, facts.idle, step) if facts.idle else None
     if not names or (weights.updates < MIN_UPDATES and not run.finished):
         return
-    layers = list(dict.fromkeys(name.rpartition(".")[0] or name for name in names))
     yield run.finding(
         step,
         symptom=f"{len(names)} weights that the optimizer holds get no gradient, and nothing cuts the graph: "
         f"{listed(names)}",
         severity="info" if is_intentionally_untrained(run, names) else None,
-        where=Where(module=layers[0]),
+        where=Where(module=names[0].rpartition(".")[0] or names[0]),
         evidence=[("weights on which the loss does not depend", len(names), 0)],
     )
