@@ -273,3 +273,37 @@ def test_a_sum_with_its_weight_is_a_mean(loss: Callable[..., tw.Loss], tmp_path:
     monkeypatch.chdir(tmp_path)
     result = tw.fit(net(), TensorDataset(X, Y), loss, lr=1e-2, until="24steps", batch=32, quiet=True)
     assert [each.code for each in result.findings] == []
+
+
+class GraphConvolution(nn.Module):
+    """Sums the features over the neighbours in a graph, whose adjacency is not in the module."""
+
+    def __init__(self, adjacency: Callable[[], Tensor]) -> None:
+        super().__init__()
+        self.head, self.adjacency = nn.Linear(8, 4), adjacency
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.adjacency() @ self.head(x)
+        return out
+
+
+def make_ring() -> Tensor:
+    return torch.eye(64) + torch.eye(64).roll(1, 0)
+
+
+RING = make_ring()
+
+
+@pytest.mark.parametrize(
+    ("adjacency", "codes"), [(lambda: RING, []), (make_ring, ["model.mixes_samples"])], ids=["constant", "made"]
+)
+def test_a_constant_matrix_relates_nodes_of_a_graph(
+    adjacency: Callable[[], Tensor], codes: list[str], tmp_path: Any, monkeypatch: Any
+) -> None:
+    """A matrix that is made in the forward pass, such as attention weights, may be a fault."""
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    result = tw.fit(
+        GraphConvolution(adjacency), lambda: iter([(X[:64], Y[:64])] * 24), F.cross_entropy, lr=1e-2, quiet=True
+    )
+    assert [each.code for each in result.findings] == codes

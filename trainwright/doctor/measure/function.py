@@ -237,6 +237,7 @@ def why_related(passes: EvalPasses) -> str:
     if _graph_of_nodes(inputs) is not None:
         return ""
     held = [t for m in modules for t in (*vars(m).values(), *m._buffers.values()) if isinstance(t, Tensor)]
+    held += _global_constants(passes)
     if any(list(x.shape).count(size) > 1 or x.is_sparse for x in (*inputs, *held)):
         return "a matrix relates each sample to each"
     if any(not x.is_floating_point() and x.dim() == 2 and x.shape[0] == 2 != size for x in (*inputs, *held)):
@@ -257,6 +258,21 @@ def why_related(passes: EvalPasses) -> str:
     if not any(t.dim() and not t.requires_grad and int(t.shape[0]) in lengths for t in targets):
         return "no target says what a sample is"
     return ""
+
+
+def _global_constants(passes: EvalPasses) -> list[Tensor]:
+    """Returns the tensors without gradients that operations of the pass use and that no operation of it has made."""
+    made: dict[int, object] = {}  # tensors by their ids, which are unique as long as the tensors are held
+    found: list[Tensor] = []
+
+    def call(function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
+        found.extend(x for x in tensors_of((args, kwargs)) if id(x) not in made and not x.requires_grad)
+        result = function(*args, **kwargs)
+        made.update((id(x), x) for x in tensors_of(result))
+        return result
+
+    passes.run(Intervention(ops=call))
+    return found
 
 
 def _divides(x: Tensor, size: int) -> bool:
