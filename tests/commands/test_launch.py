@@ -179,7 +179,7 @@ def test_ranks_whose_torchrun_is_killed_save_and_stop(project: Path) -> None:
     while not (ended := records(project, "ended")):
         assert time.monotonic() < end_s
         time.sleep(0.02)
-    assert (ended[0]["ending"], ended[0]["reason"]) == ("stopped", "SIGTERM")
+    assert (ended[0]["ending"], ended[0]["reason"]) == ("stopped", "SIGTERM"), (ended[0], torchrun.stderr)
     assert (project / f"runs/run/checkpoints/step-{ended[0]['step']:08d}").exists()
 
 

@@ -88,8 +88,8 @@ class Consumers:
 _MOVES = {"view", "reshape", "flatten", "unflatten", "contiguous", "permute", "transpose", "squeeze", "unsqueeze"}
 _MOVES |= {"dropout", "to", "float", "clone", "movedim", "expand", "rearrange"}
 """Functions after which a linear map is still linear."""
-_INTEGERS = {"int", "long", "short", "byte", "char", "to", "type"}
-"""Functions that convert to integers, which have no graph."""
+_INTEGERS = {"int", "long", "short", "byte", "char", "to", "type", "argmax", "argmin", "argsort", "multinomial"}
+"""Functions that return integers, which have no graph."""
 _LEAVE_TORCH = {"numpy", "tolist", "__array__"}
 """Functions that return the values of a tensor as an object of another library, or as Python numbers."""
 _QUERIES = {"size", "dim", "__get__", "numel", "stride", "is_contiguous", "element_size", "is_floating_point"}

@@ -40,6 +40,7 @@ CUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "a changed array that torch has not copied": lambda h: torch.from_numpy(2 * h.detach().numpy()),
     "a changed array": lambda h: torch.tensor(2 * h.detach().numpy()),
     "a list": lambda h: torch.tensor(h.tolist()),
+    "a code": lambda h: F.one_hot(h.argmax(-1), 4).float(),
 }
 
 
