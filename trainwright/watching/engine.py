@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from torch import nn
+
 from trainwright.checkpoint.chained_optimizer import parts_of
 from trainwright.checkpoint.cursor import StepBatch
 from trainwright.checkpoint.snapshot import Snapshot
@@ -30,6 +32,7 @@ from trainwright.runs.folder import RunFolder
 from trainwright.runs.records import Record
 from trainwright.runs.writer import LogWriter
 from trainwright.watching.budget import Examine
+from trainwright.watching.caller_source import modules_of
 from trainwright.watching.session import WatchOptions, WatchSession
 
 
@@ -59,7 +62,7 @@ class EngineSession(WatchSession):
         super().__init__(
             roots,
             parts_of(state.optimizer),
-            LoopObjects(accumulation=accumulation, frames=calling_frames),
+            LoopObjects(accumulation=accumulation, frames=calling_frames, modules=_modules_of_caller),
             WatchOptions(
                 on_nonfinite="observe",
                 budget_bytes=enough_bytes(roots),
@@ -236,6 +239,11 @@ class EngineSession(WatchSession):
             if not free_what_it_holds(error, self.device):
                 self._failed = error
                 self.leave()
+
+
+def _modules_of_caller() -> list[nn.Module]:
+    """Returns the modules in the variables of the user's function that called ``tw.fit``."""
+    return modules_of(next(iter(calling_frames()), None))
 
 
 def _is_usual(result: StepResult) -> bool:
