@@ -192,6 +192,9 @@ def test_lr_too_low_needs_a_loss_that_stands_and_no_warm_up() -> None:
     assert fires(code, (1, tiny), (8, UPDATE), made=made) == []
     assert fires(code, (1, tiny), (8, warming), made=made) == []
     assert fires(code, (1, tiny), made=steps(*HEALTHY, losses=tuple(2.0 - 0.1 * n for n in range(12)))) == []
+    small, longer = replace(UPDATE, ratio=1e-5), steps(*HEALTHY, count=64)
+    assert fires(code, (1, small), (64, small), made=longer) == ["warning"]
+    assert fires(code, (1, small), (12, small), made=made) == []
     converged = (50.0, 3.0, 0.1, *[1e-5] * 20)  # as by L-BFGS, whose updates are 0 at the minimum
     assert fires(code, (20, tiny), made=steps(*HEALTHY, losses=converged)) == []
 
@@ -201,6 +204,10 @@ def test_weight_decay_too_high() -> None:
     strong = replace(UPDATE, weight_decay=(10.0,), lr=(3e-3,), decoupled=True)
     assert fires(code, (24, strong), made=made) == ["warning"]
     assert fires(code, (24, replace(UPDATE, weight_decay=(1.0,))), made=made) == ["warning"]
+    coupled = replace(UPDATE, weight_decay=(1.0,))
+    assert fires(code, (1, coupled), (24, replace(coupled, weight_norm=1e-6)), made=made) == ["warning"], "they shrank"
+    dead = replace(UPDATE, weight_decay=(5e-4,), grad_norm=1e-9)
+    assert fires(code, (24, dead), made=made) == [], "a usual decay, and no gradient"
     assert fires(code, (24, replace(strong, weight_decay=(0.1,))), made=made) == []
     assert fires(code, (24, replace(strong, weight_decay=(0.01,), lr=(10.0,))), made=made) == [], "the rate is too high"
     falling = steps(*HEALTHY, losses=tuple(2.0 - 0.05 * n for n in range(24)))

@@ -4,6 +4,8 @@ from trainwright.doctor.facts.weights import UpdateFacts
 
 MAX_UPDATE_RATIO = 2e-6  # Norm of an update / norm of the weights. Useful updates have 1e-4 to 1e-2.
 MIN_STEPS = 8
+MAX_SMALL_RATIO, MIN_STEPS_OF_SMALL = 2e-5, 64
+"""The same where a loss that has not moved in this many steps is evidence, too: 100 such updates make 0.2 %."""
 MAX_PROGRESS = 0.02  # A smaller relative change of the loss is no progress
 MIN_RELATIVE_GRADIENT = 1e-3
 """Relative change of the loss per relative change of the weights. Normal gradients exceed it."""
@@ -14,7 +16,8 @@ def lr_too_low(run: RunContext, exams: Every[UpdateFacts]) -> Results:
     """The learning rate is so low that updates change almost nothing.
 
     How it is detected: every examined update is smaller than 2e-6 of the weights, gradients have a normal size, and
-    after at least 8 steps the loss has moved by no more than 2 % or its noise.
+    after at least 8 steps the loss has moved by no more than 2 % or half of its noise. After 64 steps, updates below
+    2e-5 are small.
 
     Exceptions: a warm-up, a learning rate that a schedule has lowered, and gradients that clipping has made small.
 
@@ -34,12 +37,8 @@ def lr_too_low(run: RunContext, exams: Every[UpdateFacts]) -> Results:
     facts = every[-1]
     is_clipped = (facts.norm_at_clip or 0.0) > 100 * facts.grad_norm
     pull = facts.grad_norm * facts.weight_norm / max(abs(facts.loss), 1e-12)
-    if (
-        any(not each.ratio < MAX_UPDATE_RATIO for each in every)
-        or is_clipped
-        or pull < MIN_RELATIVE_GRADIENT
-        or _rises(run)
-    ):
+    most = MAX_UPDATE_RATIO if len(losses) < MIN_STEPS_OF_SMALL else MAX_SMALL_RATIO
+    if any(not each.ratio < most for each in every) or is_clipped or pull < MIN_RELATIVE_GRADIENT or _rises(run):
         return
     first, last = sum(losses[:4]) / 4, sum(losses[-4:]) / 4
     recent = losses[len(losses) // 2 :]  # a run that has converged is not reported: its loss fell before
@@ -49,8 +48,9 @@ def lr_too_low(run: RunContext, exams: Every[UpdateFacts]) -> Results:
             symptom=f"an update changes the weights by {facts.ratio:.1g} of their size, and the loss stays at "
             f"{last:.4g}",
             cause=f"the learning rate of {max(facts.lr):g} is too low; gradients are normal",
+            severity="critical" if facts.ratio < MAX_UPDATE_RATIO else "warning",
             evidence=[("update / weights", facts.ratio, "1e-4 .. 1e-2"), ("norm of gradients", facts.grad_norm)],
-            trial=RemedyTrial("other_lr", {"factor": 1e4}),
+            trial=RemedyTrial("other_lr", {"factor": 1e4 if facts.ratio < MAX_UPDATE_RATIO else 1e2}),
         )
 
 
