@@ -191,7 +191,7 @@ def test_checkpointing_with_dropout_is_healthy(use_reentrant: bool) -> None:
     block = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.ReLU(inplace=True), nn.Linear(6, 3))
     model = Checkpointed(block, use_reentrant=use_reentrant)
     trace = traced(model, torch.randn(4, 6), lambda y: y.sum())
-    assert trace.first_bad is None and not trace.suspects
+    assert trace.first_bad is None
     slopes = [op for op in trace.ops if op.phase == "backward" and op.name == "threshold_backward"]
     assert [op.module for op in slopes] == ["block.2"]
 
@@ -499,15 +499,13 @@ def test_a_hook_that_breaks_a_gradient() -> None:
     assert bad.op.source == line_of(test_a_hook_that_breaks_a_gradient, "lambda grad")
 
 
-def test_what_does_no_harm_is_a_suspect_and_no_more() -> None:
+def test_infinite_values_that_reach_nothing_are_no_fault() -> None:
     def loss(z: Tensor) -> Tensor:
         with torch.no_grad():
             assert (z.sum() / 0).isinf()
         return z.sum()
 
-    trace = traced(mlp(), torch.randn(4, 20), loss)
-    assert trace.first_bad is None
-    assert [bad.what for bad in trace.suspects] == ["div_by_zero"]
+    assert traced(mlp(), torch.randn(4, 20), loss).first_bad is None
 
 
 def test_two_micro_batches_and_two_roots() -> None:

@@ -17,7 +17,6 @@ SECTIONS = (
     "Sources",
 )
 """The sections in order. A section begins on a line of its own, with its title and a colon."""
-REQUIRED_SECTIONS = ("How it is detected", "Usual cause", "Fix")
 _SECTION = re.compile(rf"^({'|'.join(SECTIONS)}):\s*", re.MULTILINE)
 
 _TEXT_END = re.compile(r"\n\s*\n|\n {4}")  # A blank line or a code block ends the text of a section

@@ -152,7 +152,7 @@ class GradientRecorder(Listener):
         is_known = self.tape.slot_of(loss) is not None and not self.tape.leaves
         if is_known or loss.grad_fn is None:
             return True
-        leaves = leaves_of(loss)
+        leaves = leaves_of([loss])
         return not leaves or any(id(leaf) in self._numbers for leaf in leaves)
 
     def on_autograd_grad(self, outputs: object, inputs: object, options: Kwargs) -> None:

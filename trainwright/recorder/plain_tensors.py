@@ -38,8 +38,3 @@ def _parts(tensor: Tensor) -> list[Tensor]:
 def version_of(tensor: Tensor) -> int:
     """Returns the version counter; 0 for an inference tensor, which nothing writes to outside of inference mode."""
     return 0 if tensor.is_inference() else tensor._version
-
-
-def rows_of(tensor: Tensor) -> int:
-    """Returns the first dimension; 1 for a 0-d tensor."""
-    return tensor.size(0) if tensor.dim() else 1

@@ -29,7 +29,6 @@ class LoopObjects:
     """
 
     loaders: tuple[object, ...] = ()
-    scalers: tuple[object, ...] = ()
     schedulers: tuple[object, ...] = ()
     accumulation: int | None = None
     patience_s: float = 60.0

@@ -6,8 +6,8 @@ from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
 
+from trainwright.recorder.graph import MAX_NODES, graph_behind
 from trainwright.recorder.probes import Probe
 from trainwright.recorder.program import (
     Backward,
@@ -25,7 +25,6 @@ MOST = 16
 """Steps are not compared after this many programs: such a loop chooses its program at random or by its data."""
 _LARGEST_DIMENSION = 8
 """Integers up to this one may be dimensions and belong to the program. Larger ones are sizes that vary by batch."""
-_MOST_NODES = 20_000
 EARLY, EVERY = 64, 16
 """Every step is compared until step EARLY, later one in EVERY steps."""
 
@@ -49,8 +48,8 @@ class ProgramChanges(Probe):
         self._is_due = True
 
     def on_backward(self, losses: tuple[Tensor, ...], options: Kwargs) -> None:
-        if self._is_due and len(self._nodes) < _MOST_NODES:
-            self._nodes += [name for loss in losses for name in names_of_nodes(loss.grad_fn)]
+        if self._is_due and len(self._nodes) < MAX_NODES:
+            self._nodes += [node.name() for node in graph_behind(losses)]
 
     def on_begun_again(self) -> None:
         self._nodes = []
@@ -72,21 +71,6 @@ class ProgramChanges(Probe):
         if key not in self._known and self._known and self._closed > 2:
             step.values["changed"] = True
         self._known.add(key)
-
-
-def names_of_nodes(first: Node | None) -> list[str]:
-    """Returns the kinds of nodes behind a loss, in traversal order."""
-    names: list[str] = []
-    waiting = [] if first is None else [first]
-    seen = set(waiting)
-    while waiting and len(names) < _MOST_NODES:
-        node = waiting.pop()
-        names.append(node.name())
-        for behind, _ in node.next_functions:
-            if behind is not None and behind not in seen:
-                seen.add(behind)
-                waiting.append(behind)
-    return names
 
 
 def _key_of(instruction: Instruction) -> Hashable:

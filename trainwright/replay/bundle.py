@@ -266,11 +266,11 @@ def steps_of(path: Path) -> list[int]:
     return []
 
 
-def read_bundle(path: Path | str, device: torch.device | None = None) -> Bundle:
+def read_bundle(path: Path | str) -> Bundle:
     """Reads a bundle without executing anything in it.
 
-    Its tensors are placed on ``device``. The default is the type of device that they were recorded on, or the CPU if it
-    is missing here. Raises BundleError for a bundle that is missing, damaged, or not in the format of ``write_bundle``.
+    Its tensors are placed on the type of device that they were recorded on, or on the CPU if it is missing here. Raises
+    BundleError for a bundle that is missing, damaged, or not in the format of ``write_bundle``.
     """
     path = Path(path)
     with _errors_as_forged(path):
@@ -282,7 +282,7 @@ def read_bundle(path: Path | str, device: torch.device | None = None) -> Bundle:
         if (head["kind"], head["format"]) != (KIND, FORMAT):
             raise ValueError(f"it is of kind {head['kind']!r} and format {head['format']!r}")
         body = decode(load_file(path / _TENSORS), head["body"])
-        device = device or _available(torch.device(str(body["device"])))
+        device = _available(torch.device(str(body["device"])))
         lost = [str(each) for each in body["lost"]]
         reader = Reader(len(body["structure"]["parameters"]), device, whole=not lost)
         structure = _structure(body["structure"])

@@ -8,7 +8,6 @@ Shapes: N rows, V classes, D width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -29,11 +28,9 @@ MAX_SCORES = 1 << 24
 class Classified:
     """A call of a loss with one class per row. Its tensors have no graph.
 
-    ``again`` computes the loss of the same scores and other targets (N,), with a graph.
-
     ``marks`` identify the rows: the scores (N, V), or with ``head`` the hidden states (N, D). Ignored elements of
-    ``target`` (N,) are -1 for any ``ignore_index``. Scores are computed with the current weights of the head: call
-    ``scores`` and ``loss`` during the replay or within ``session.live()``.
+    ``target`` (N,) are -1 for any ``ignore_index``. ``scores`` reads the current weights of the head: call it during
+    the replay or within ``session.live()``.
     """
 
     name: str
@@ -42,7 +39,6 @@ class Classified:
     classes: int
     ignore_index: int
     is_sum: bool
-    again: Callable[[Tensor], Tensor]
     head: Head | None = None
 
     @property
@@ -65,22 +61,9 @@ class Classified:
             scores = F.linear(self.marks[at].to(weight.dtype), weight, bias).float()
         return cap * torch.tanh(scores / cap) if cap else scores
 
-    def sample(self) -> Tensor:
-        """Returns the indices of at most ``max_rows`` evenly spread rows."""
-        return torch.arange(0, len(self.marks), max(1, -(-len(self.marks) // self.max_rows)), device=self.marks.device)
-
-    def pieces(self, at: Tensor | None = None) -> Iterator[Tensor]:
-        """Yields the indices of all rows, or those in ``at``, in pieces of at most ``max_rows``."""
-        rows = torch.arange(len(self.marks), device=self.marks.device) if at is None else at
-        yield from torch.split(rows, self.max_rows)
-
-    def loss(self, at: Tensor, target: Tensor) -> float:
-        """Returns the mean cross-entropy of the rows ``at`` with the classes ``target`` (N,). -1 is ignored."""
-        total, count = 0.0, 0
-        for rows in self.pieces(at):
-            total += float(F.cross_entropy(self.scores(rows).float(), target[rows], ignore_index=-1, reduction="sum"))
-            count += int((target[rows] >= 0).sum())
-        return total / count if count else float("nan")
+    def sample(self, most: int) -> Tensor:
+        """Returns the indices of at most ``most`` evenly spaced rows."""
+        return torch.arange(0, len(self.marks), max(1, -(-len(self.marks) // most)), device=self.marks.device)
 
 
 def classified(name: str, args: Args, kwargs: Kwargs) -> Classified | None:
@@ -108,21 +91,14 @@ def _plain(name: str, args: Args, kwargs: Kwargs) -> Classified | None:
         return None
     rows = x.movedim(1, -1).reshape(-1, x.shape[1]) if x.dim() > 1 else x[None]
     ignored, is_sum = arguments.get("ignore_index", IGNORE), arguments.get("reduction") == "sum"
-    reduction = "sum" if is_sum else "mean"
-    return Classified(
-        name, rows.detach(), _marked(target, ignored), int(rows.shape[1]), ignored, is_sum,
-        lambda other: F.cross_entropy(rows, other, ignore_index=-1, reduction=reduction),
-    )  # fmt: skip
+    return Classified(name, rows.detach(), _marked(target, ignored), int(rows.shape[1]), ignored, is_sum)
 
 
 def _chunked(args: Args, kwargs: Kwargs) -> Classified:
     hidden, weight, target = args
     ignored = kwargs.get("ignore_index", IGNORE)
-    return Classified(
-        CHUNKED, hidden.detach(), _marked(target.detach(), ignored), len(weight), ignored, True,
-        lambda other: chunked_cross_entropy(hidden, weight, other, **{**kwargs, "ignore_index": -1}),
-        Head(weight, kwargs.get("bias_V"), kwargs.get("softcap", 0.0)),
-    )  # fmt: skip
+    head = Head(weight, kwargs.get("bias_V"), kwargs.get("softcap", 0.0))
+    return Classified(CHUNKED, hidden.detach(), _marked(target.detach(), ignored), len(weight), ignored, True, head)
 
 
 def _marked(target: Tensor, ignored: int) -> Tensor:

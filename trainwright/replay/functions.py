@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from trainwright.errors import text_of
 from trainwright.recorder.program import mapped
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 
@@ -19,11 +18,6 @@ InputHandler: TypeAlias = Callable[[int, Args, Kwargs], tuple[Args, Kwargs]]
 def function_name(function: TorchFunction) -> str:
     """Returns the name of a torch function without its module; "?" if it has none."""
     return str(getattr(function, "__name__", "?"))
-
-
-def error_text(error: BaseException | None) -> str | None:
-    """Returns the class and message of an exception; None for None."""
-    return None if error is None else text_of(error)
 
 
 def argument(args: Args, kwargs: Kwargs, position: int, name: str, default: object) -> Any:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.graph import Node
 
+from trainwright.recorder.graph import graph_behind
 from trainwright.recorder.program import tensors_of
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.replay.functions import function_name
@@ -79,27 +80,9 @@ class StepInspector:
             self._quiet = before
 
 
-def nodes_of(tensors: Iterable[Tensor]) -> list[Node]:
-    """Returns all nodes of the autograd graph behind these tensors, each once."""
-    nodes = [t.grad_fn for t in tensors if t.grad_fn is not None]
-    seen = set(nodes)
-    for node in nodes:  # grows while it is walked
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                nodes.append(following)
-    return nodes
-
-
-def leaves_of(tensors: list[Tensor]) -> list[Tensor]:
-    """Returns the leaf tensors into which a backward pass from these would accumulate a gradient."""
-    leaves = [t for t in tensors if t.requires_grad and t.grad_fn is None]
-    return leaves + [node.variable for node in nodes_of(tensors) if hasattr(node, "variable")]
-
-
 def custom_functions_of(tensors: Iterable[Tensor]) -> list[type[Function]]:
     """Returns the user-defined autograd Functions in the graph behind these tensors."""
-    return [c for c in map(_custom_function, nodes_of(tensors)) if c is not None]
+    return [c for c in map(_custom_function, graph_behind(tensors)) if c is not None]
 
 
 def is_in_custom_function() -> bool:

@@ -264,7 +264,7 @@ class _Run:
         factor = self.intervention.loss_scale
         gradient = self._read(backward.gradient)
         inputs = None if backward.inputs is None else self._read(backward.inputs)
-        for leaf in leaves_of(loss) or ():
+        for leaf in leaves_of([loss]):
             if id(leaf) not in self.replayer.known:  # an input, or a parameter that no optimizer holds
                 self.around.callback(setattr, leaf, "grad", leaf.grad)
                 leaf.grad = None

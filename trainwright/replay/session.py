@@ -73,11 +73,6 @@ class ReplaySession:
         """The input tensors of the models, in order."""
         return [c.tensor for call in self.recorded_step.calls for c in constants_of((call.args, call.kwargs))]
 
-    @property
-    def earlier(self) -> list[Snapshot]:
-        """The recorded states before earlier steps, oldest first."""
-        return [snapshot for snapshot in self._ring.snapshots if snapshot.step < self.step]
-
     def base(self) -> Snapshot:
         """Returns the state right before the step."""
         if self._before:
@@ -98,13 +93,11 @@ class ReplaySession:
         with self.live():
             return self.replayer.run(self.recorded_step, intervention, upto=upto)
 
-    def train(
-        self, steps: int, intervention: Intervention = UNCHANGED, *, repeat: bool = False, rounds: int = 1
-    ) -> list[float]:
+    def train(self, steps: int, intervention: Intervention = UNCHANGED, *, repeat: bool = False) -> list[float]:
         """Replays up to ``steps`` consecutive recorded steps, this one last, from one state. Returns the losses.
 
-        ``repeat``: replays this step ``steps`` times instead, each on the weights of the previous replay. The sequence
-        is replayed ``rounds`` times. Updates that were vetoed in the loop are applied here.
+        ``repeat``: replays this step ``steps`` times instead, each on the weights of the previous replay. Updates
+        that were vetoed in the loop are applied here.
         """
         if repeat:
             snapshot, chosen = self.base(), [self.recorded_step] * steps
@@ -112,7 +105,7 @@ class ReplaySession:
             snapshot, chosen = self._longest(steps)
         losses = []
         with self.replayer.stage(snapshot):
-            for recorded in chosen * rounds:
+            for recorded in chosen:
                 result = self.replayer.run(without_veto(recorded), intervention)
                 losses.append(result.loss)
                 if result.error is not None:

@@ -102,7 +102,6 @@ class Suspects:
 
     def __init__(self) -> None:
         self.first_bad: Bad | None = None
-        self.found: list[Bad] = []
         self.batch_size: int | None = None
         self._ops: list[Op] = []
         self.storages = Storages()
@@ -171,7 +170,7 @@ class Suspects:
         default = "state" if op.phase == "update" else "target" if op.module is None else "constant"
         kind, name = self.storages.names.get(key, (default, None))
         rows = self._rows(tensor, op) if kind in ("input", "target") else None
-        bad = self._suspect(Bad(kind, "nan" if range_.nan else "inf", op, name, rows))
+        bad = Bad(kind, "nan" if range_.nan else "inf", op, name, rows)
         is_mask = not range_.nan and kind != "weight" and (range_.inf == range_.neg_inf or kind == "constant")
         self._taints[key] = _Taint(bad, masked=is_mask)
         return self._taints[key]
@@ -191,7 +190,7 @@ class Suspects:
             return replace(external[0], masked=False)
         if makes_nan:
             word = mechanism.infinite_word(op.name, [range_ for _, range_ in suspect.before if range_.inf])
-            return _Taint(self._suspect(Bad("op", word, op, rows=self._rows_of(suspect))))
+            return _Taint(Bad("op", word, op, rows=self._rows_of(suspect)))
         return self._carried(suspect, tainted[0])
 
     def _with_slope(self, suspect: SuspectOp, slope: _Taint) -> _Taint:
@@ -231,7 +230,7 @@ class Suspects:
         else:
             word = mechanism.forward_word(op.name, suspect.args, op.output)
         bad = Bad("op", word, op, rows=self._rows_of(suspect), hidden_by=hidden_by, fp32_finite=fp32_finite)
-        return _Taint(self._suspect(bad), masked=is_fill and not op.output.nan)
+        return _Taint(bad, masked=is_fill and not op.output.nan)
 
     def _hidden_by(self, suspect: SuspectOp) -> int | None:
         """Returns the ``where`` that discarded the result of the forward op of this backward op.
@@ -253,10 +252,6 @@ class Suspects:
                 return of
             made_by = self._parent.get(made_by)
         return None
-
-    def _suspect(self, bad: Bad) -> Bad:
-        self.found.append(bad)
-        return bad
 
     # Tensors
 

@@ -104,9 +104,8 @@ class Tracing(TorchDispatchMode):
     """A dispatch mode that records every op. ``roots`` are the modules of the step, by name.
 
     Modules and weights are named by their dotted path; with several roots, the root's name comes first.
-    ``suspects`` are all ops that made something non-finite, ``first_bad`` is the one whose values reached the loss, a
-    gradient, a weight or a buffer. Costs one pass over every floating-point tensor and a host sync for each op, so it
-    is for replays only.
+    ``first_bad`` is the op whose non-finite values were the first to reach the loss, a gradient, a weight or a buffer.
+    Costs one pass over every floating-point tensor and a host sync for each op, so it is for replays only.
     """
 
     def __init__(self, roots: Mapping[str, nn.Module]) -> None:
@@ -129,10 +128,6 @@ class Tracing(TorchDispatchMode):
     @property
     def first_bad(self) -> Bad | None:
         return self._suspects.first_bad
-
-    @property
-    def suspects(self) -> list[Bad]:
-        return self._suspects.found
 
     def within(self, function: TorchFunction, args: Args, kwargs: Kwargs) -> object:
         """Calls a torch function and records its name with the ops that it calls. For ``Intervention.ops``."""

@@ -295,7 +295,7 @@ def watch(
         optimizer: Its optimizer, or a sequence of optimizers.
         loader: A DataLoader, or a sequence of DataLoaders. Other loaders are recorded as well.
         loss: The loss, if it is a module with parameters.
-        scaler: The GradScaler.
+        scaler: Not needed: the calls of every GradScaler are recorded.
         scheduler: A learning rate scheduler, or a sequence of schedulers.
         accumulation: Number of micro-batches per step, if you accumulate gradients.
         out: Run folder; a number is added if it exists. None writes nothing.
@@ -378,7 +378,6 @@ def watch(
         )
         return LoopObjects(
             loaders=_listed(loader),
-            scalers=_listed(scaler),
             schedulers=_listed(scheduler),
             accumulation=accumulation,
             patience_s=patience_s,

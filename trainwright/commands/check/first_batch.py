@@ -96,7 +96,7 @@ class LossRecorder(TorchFunctionMode):
 
 def _of_chunks(call: Classified) -> LossCall:
     """Return a chunked loss as a plain call on some of its rows."""
-    at = call.sample()
+    at = call.sample(call.max_rows)
     target = call.target[at].masked_fill(call.target[at] < 0, call.ignore_index)
     return LossCall("cross_entropy", call.scores(at), target, call.ignore_index)
 

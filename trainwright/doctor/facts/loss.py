@@ -88,7 +88,6 @@ class TermFacts:
     """A term of the loss."""
 
     name: str  # The operation that makes it
-    slot: int  # Its slot in the recorded program
     weight: float  # Its weight, including the factors of the full sum
     own: float  # Its weight without the factors of the full sum
     shared: float  # Norm of its weighted gradient over the parameters that every term reaches

@@ -61,7 +61,6 @@ class EvaluationFacts:
 
     experiment: ClassVar[str] = "evaluation"
     after: int  # The last step before it
-    rows: int  # Number of rows
     still: int = 0  # Evaluations in a row whose outputs equal those of the one before, though the weights have moved
     still_at: str | None = None  # Line of one of them
     is_copy: bool = False  # They evaluate another module than the trained one

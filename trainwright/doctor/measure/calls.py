@@ -17,9 +17,10 @@ from torch.optim import Optimizer
 
 from trainwright.checkpoint.names import named_parameters
 from trainwright.doctor.facts.calls import CallsFacts, GroupFacts, OptimizerFacts, ScaledClip, ScalerFacts
-from trainwright.doctor.measure.tensors import leaves_among, nodes_behind, sampled
+from trainwright.doctor.measure.tensors import sampled
 from trainwright.doctor.measure.weights import was_trained
 from trainwright.recorder.gradients import owned_by
+from trainwright.recorder.graph import graph_behind, leaves_among
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.ranks import own_part
@@ -73,7 +74,7 @@ class _LeftGradients:
     def _uses_in(self, losses: Sequence[Tensor]) -> list[tuple[int, int, int]]:
         owner = {id(p): number for number, each in enumerate(self._optimizers) for p in owned_by(each)}
         found: dict[int, list[int]] = {}
-        for node in nodes_behind([each.grad_fn for each in losses if each.grad_fn is not None]):
+        for node in graph_behind(losses):
             for leaf in (getattr(each, "variable", None) for each, _ in node.next_functions):
                 if id(leaf) in owner:
                     found.setdefault(owner[id(leaf)], []).append(node._sequence_nr())
@@ -150,7 +151,7 @@ class Calls(Probe):
     def _find_outside(self, losses: tuple[Tensor, ...]) -> None:
         """Finds parameters of small modules, such as a loss function with weights, that are not in the models."""
         inside = {id(p) for p in self._parameters}
-        leaves = leaves_among(nodes_behind([each.grad_fn for each in losses if each.grad_fn is not None]))
+        leaves = leaves_among(graph_behind(losses))
         found = {id(p): p for p in leaves if isinstance(p, nn.Parameter) and id(p) not in inside}
         for module in self._modules() if found else ():
             named = list(module.named_parameters())

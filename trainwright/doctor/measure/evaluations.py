@@ -12,13 +12,13 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from trainwright.doctor.facts.modes import MIN_STILL, EvaluationFacts, RenamedClasses
 from trainwright.recorder.comparisons import ComparedOutputs, Site
-from trainwright.recorder.copies import is_a_copy
 from trainwright.recorder.hooks import listening_to_calls
 from trainwright.recorder.part_calls import PartCalls
-from trainwright.recorder.plain_tensors import plain, rows_of
+from trainwright.recorder.plain_tensors import plain
 from trainwright.recorder.probes import Probe, WatchedObjects, WatchSite
 from trainwright.recorder.program import RecordedStep, tensors_of
 from trainwright.recorder.user_types import Args, Kwargs, Loader
@@ -46,7 +46,7 @@ class Evaluations(Probe):
         self._copies: list[nn.Module] = []
         self._open = ExitStack()
         self._passes: Counter[Site] = Counter()
-        self._rows: dict[Site, list[int]] = {}  # rows of each call, for the observed sites
+        self._observed: dict[Site, None] = {}  # call sites that are observed until the next step has ended, in order
         self._left_out: set[Site] = set()  # call sites that are not observed until the next step has ended
         self._site: Site | None = None
         self._given: list[Tensor] = []
@@ -84,7 +84,6 @@ class Evaluations(Probe):
         elif not self._in_step and self._is_followed(site := self._sites.current):
             self._site, self._given = site, tensors_of((args, kwargs), 3)
             self._read_samples(site)
-            self._rows[site].append(rows_of(self._given[0]) if self._given else 1)
 
     def on_batch(self, iterator: object, ids: object, batch: object, wait_s: float) -> None:
         self._batch = None if self._in_step else (id(getattr(iterator, "_dataset", None)), tensors_of(batch, 3))
@@ -119,14 +118,14 @@ class Evaluations(Probe):
 
     def _is_followed(self, site: Site) -> bool:
         """Returns True if this call is observed. See FOLLOWED_PASSES: evaluations are counted for each call site."""
-        if site in self._rows or site in self._left_out:
-            return site in self._rows
+        if site in self._observed or site in self._left_out:
+            return site in self._observed
         self._passes[site] += 1
         number = self._passes[site]
         if number > FOLLOWED_PASSES and number.bit_count() != 1:
             self._left_out.add(site)
             return False
-        self._rows[site] = []
+        self._observed[site] = None
         return True
 
     def on_output(self, root: nn.Module, output: object) -> None:
@@ -165,7 +164,7 @@ class Evaluations(Probe):
             self._outputs.trained_on(tensors_of((args, kwargs), 3))
 
     def _on_part_output(self, part: nn.Module, output: object) -> None:
-        if self._rows and not self._in_step and not torch.is_grad_enabled():
+        if self._observed and not self._in_step and not torch.is_grad_enabled():
             self._outputs.returned(output, (), self._sites.here())
             self._outputs.start()
 
@@ -200,7 +199,7 @@ class Evaluations(Probe):
         """Observes calls of modules that are copies of the trained ones: a loop may evaluate these."""
         known = {id(each) for each in (*self._roots, *self._copies)}
         for module in modules:
-            if len(self._copies) < MAX_COPIES and id(module) not in known and is_a_copy(module, self._roots):
+            if len(self._copies) < MAX_COPIES and id(module) not in known and _is_copy(module, self._roots):
                 known.add(id(module))
                 self._copies.append(module)
                 self._open.enter_context(listening_to_calls([self._sites, self], [module]))
@@ -208,7 +207,7 @@ class Evaluations(Probe):
     def on_closed(self, step: RecordedStep) -> None:
         if self._outputs.pushed:
             self._outputs.stop()
-        if self._rows:
+        if self._observed:
             self._parts.close()
             self._close()
         self._left_out.clear()
@@ -224,9 +223,8 @@ class Evaluations(Probe):
 
     def _close(self) -> None:
         """Ends the passes since the last step. Passes whose outputs were compared with targets are an evaluation."""
-        rows = [number for site, numbers in self._rows.items() if site in self._sites for number in numbers]
         stale = self._outputs.stale_reads
-        if rows or stale > 1:
+        if stale > 1 or any(site in self._sites for site in self._observed):
             found = (_renamed(counts, site) for (site, _), counts in self._counts.items())
             renamed = next((each for each in found if each is not None), None)
             self.urgent |= renamed is not None and (self._facts is None or self._facts.renamed is None)
@@ -236,9 +234,8 @@ class Evaluations(Probe):
             self.urgent |= self._still == MIN_STILL
             self._facts = EvaluationFacts(
                 after=self._steps,
-                rows=sum(rows),
                 still=self._still,
-                still_at=source_of(next(iter(self._rows))),
+                still_at=source_of(next(iter(self._observed))),
                 is_copy=self._is_copy,
                 stale=stale,
                 stale_at=self._outputs.stale_at,
@@ -252,14 +249,24 @@ class Evaluations(Probe):
         self._samples.clear()
         self._outputs.forget()
         self._counts.clear()
-        self._rows.clear()
+        self._observed.clear()
         self._given, self._site = [], None
 
     def facts(self) -> EvaluationFacts | None:
-        if self._rows and not self._in_step:
+        if self._observed and not self._in_step:
             self._close()
         self.urgent = False
         return self._facts
+
+
+def _is_copy(module: nn.Module, roots: Sequence[nn.Module]) -> bool:
+    """Returns True if a module has the shapes of a root and shares no parameters with any root."""
+    ours = {id(p) for root in roots for p in root.parameters()}
+    theirs = list(module.parameters())
+    if any(map(is_lazy, (*theirs, *(p for root in roots for p in root.parameters())))):  # no shape yet
+        return False
+    shapes = [[p.shape for p in root.parameters()] for root in roots]
+    return bool(theirs) and not any(id(p) in ours for p in theirs) and [p.shape for p in theirs] in shapes
 
 
 def _has_target_per_token(ids: Tensor, target: Tensor) -> bool:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from trainwright.doctor.facts.loss import LossSign
-from trainwright.doctor.measure.tensors import VIEW_NODES, is_reordered, leaves_among, made_by, nodes_behind
+from trainwright.doctor.measure.tensors import VIEW_NODES, is_reordered, made_by
 from trainwright.recorder.callers import caller, calling_frame
+from trainwright.recorder.graph import graph_behind, leaves_among
 from trainwright.recorder.plain_tensors import is_plain
 from trainwright.recorder.plain_tensors import plain as dense
 from trainwright.recorder.program import Constant, Operation, RecordedStep, Slot, constants_of
@@ -205,7 +206,7 @@ class LoopSigns:
             return
         is_attached = bool(made_by(prediction, "GatherBackward", "IndexBackward")) and _is_bootstrapped(target)
         if is_attached:  # a separate target network is not trained by this loss
-            one, other = (leaves_among(nodes_behind([each.grad_fn])) for each in (prediction, target) if each.grad_fn)
+            one, other = (leaves_among(graph_behind([each])) for each in (prediction, target))
             is_attached = bool(one & other)
         self._show("target_attached", plain, torch.tensor(is_attached))
 

@@ -19,15 +19,16 @@ from trainwright.checkpoint.snapshot import LiveObjects
 from trainwright.checkpoint.transforms import innermost_transform
 from trainwright.doctor.facts.loss import Broadcast, LossFacts, LossSign, MeasuredLoss, TermFacts, TermsFacts
 from trainwright.doctor.measure.loop_signs import LoopSigns
-from trainwright.doctor.measure.tensors import leaves_among, made_by, nodes_behind
+from trainwright.doctor.measure.tensors import made_by
 from trainwright.recorder.callers import caller
 from trainwright.recorder.gradients import owned_by
+from trainwright.recorder.graph import graph_behind, leaves_among
 from trainwright.recorder.pausable import without_modes
 from trainwright.recorder.probes import Probe
 from trainwright.recorder.program import Backward, Operation, RecordedStep, Slot
 from trainwright.recorder.tape import Tape
 from trainwright.recorder.tensor_notes import TensorNotes
-from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
+from trainwright.recorder.user_types import Args, Kwargs
 from trainwright.replay.classified import CHUNKED, classified
 from trainwright.replay.experiments import replay
 from trainwright.replay.inspector import StepInspector, custom_functions_of
@@ -79,7 +80,6 @@ class ComparedLoss:
     """
 
     name: str
-    function: TorchFunction
     x: Tensor
     target: Tensor
     rest: Kwargs
@@ -91,7 +91,7 @@ class ComparedLoss:
         if self.name in CLASSES:
             function = F.nll_loss if self.name == "nll_loss" else F.cross_entropy
             return function(x, target, ignore_index=-1, **self.rest).double()
-        values: Tensor = self.function(x, target, **self.rest)
+        values: Tensor = getattr(F, self.name)(x, target, **self.rest)
         return values.double().mean()
 
     def of_blank(self) -> Tensor:
@@ -133,10 +133,10 @@ class ComparedLoss:
         return ((self.target != reference) & kept).any()
 
 
-def compared_loss(name: str, function: TorchFunction, args: Args, kwargs: Kwargs) -> ComparedLoss | None:
+def compared_loss(name: str, args: Args, kwargs: Kwargs) -> ComparedLoss | None:
     """Returns some rows of a call that compares predictions with targets; None for other calls."""
     if name in CLASSES:
-        return _compared_class_loss(name, function, args, kwargs)
+        return _compared_class_loss(name, args, kwargs)
     if name not in BINARY | DISTANCES | {SQUARED}:
         return None
     given = dict(zip(("input", "target", "weight"), args)) | kwargs
@@ -146,16 +146,16 @@ def compared_loss(name: str, function: TorchFunction, args: Args, kwargs: Kwargs
     if x.shape != target.shape or not x.dim() or len(x) < 2 or not target.is_floating_point():
         return None
     given = {key: each for key, each in given.items() if key in ("beta", "delta")}
-    return ComparedLoss(name, function, _sample_rows(x), _sample_rows(target), given)
+    return ComparedLoss(name, _sample_rows(x), _sample_rows(target), given)
 
 
-def _compared_class_loss(name: str, function: TorchFunction, args: Args, kwargs: Kwargs) -> ComparedLoss | None:
+def _compared_class_loss(name: str, args: Args, kwargs: Kwargs) -> ComparedLoss | None:
     call = classified(name, args, kwargs)
     if call is None or len(call.target) < 2 or not 2 <= call.classes <= MAX_CLASSES:
         return None
-    every = torch.arange(0, len(call.target), max(1, -(-len(call.target) // MAX_ROWS)), device=call.target.device)
+    rows = call.sample(MAX_ROWS)
     rest = {key: kwargs[key] for key in ("weight", "label_smoothing") if kwargs.get(key) is not None}
-    return ComparedLoss(name, function, call.scores(every).float(), call.target[every], rest)
+    return ComparedLoss(name, call.scores(rows).float(), call.target[rows], rest)
 
 
 def _sample_rows(x: Tensor) -> Tensor:
@@ -346,7 +346,7 @@ class LossCalls:
         if isinstance(output, Tensor) and isinstance(module, nn.Softmax | nn.Sigmoid):
             self._probabilities[output] = path, None
 
-    def on_function(self, name: str, args: Args, kwargs: Kwargs, result: object, function: Any = None) -> None:
+    def on_function(self, name: str, args: Args, kwargs: Kwargs, result: object) -> None:
         self.drawn |= name in RANDOM_FUNCTIONS
         if self.loop_signs is not None:
             self.loop_signs.on_function(name, args, kwargs, result)
@@ -367,7 +367,7 @@ class LossCalls:
             self._softmaxes[result] = self._line()
         self._record_wrong_axis(name, args, kwargs, result)
         if name in BOUNDED_BELOW or name in SOFTMAXES:
-            self._record_loss(name, args, kwargs, result, function)
+            self._record_loss(name, args, kwargs, result)
 
     def _line(self) -> str | None:
         return caller() if self._is_live else replayed_line(sys._getframe(1)) if self.stack else None
@@ -504,7 +504,7 @@ class LossCalls:
     def _record_residual(self, op: str, pair: tuple[Tensor, Tensor], result: Tensor) -> None:
         site = self._site(op, shape=tuple(pair[0].shape))
         if site is not None:
-            if op == SQUARED and (loss := compared_loss(SQUARED, torch.sub, pair, {})) is not None:
+            if op == SQUARED and (loss := compared_loss(SQUARED, pair, {})) is not None:
                 self._measure(site, loss, pair[0], pair[1])
             self._record_gradient(site, result)
 
@@ -567,7 +567,7 @@ class LossCalls:
 
     # loss functions
 
-    def _record_loss(self, name: str, args: Args, kwargs: Kwargs, result: Tensor, function: Any) -> None:
+    def _record_loss(self, name: str, args: Args, kwargs: Kwargs, result: Tensor) -> None:
         arguments = dict(zip(("input", "target"), args)) | kwargs
         x = arguments.get("input")
         if not isinstance(x, Tensor) or not x.requires_grad or not x.numel():
@@ -586,7 +586,7 @@ class LossCalls:
             if site is None:
                 return
             if name not in SOFTMAXES:
-                self._measure_loss(site, name, arguments, args, kwargs, function)
+                self._measure_loss(site, name, arguments, args, kwargs)
         if name != "softmax":
             self._record_gradient(site, result)
 
@@ -598,9 +598,7 @@ class LossCalls:
         matching = (made for each, made in self._probabilities.tensors() if each.grad_fn is wanted is not None)
         return next(matching, (self._last if wanted is not None else None, None))
 
-    def _measure_loss(
-        self, site: _CallSite, name: str, arguments: dict[str, Any], args: Args, kwargs: Kwargs, function: Any
-    ) -> None:
+    def _measure_loss(self, site: _CallSite, name: str, arguments: dict[str, Any], args: Args, kwargs: Kwargs) -> None:
         x, target = arguments["input"], arguments.get("target")
         if name in ("cross_entropy", "nll_loss"):
             site.fixed["classes"] = int(x.shape[1]) if x.dim() > 1 else int(x.shape[0])
@@ -617,7 +615,7 @@ class LossCalls:
             site.fixed["own_pairs"] = _compares_with_itself(x, target) and site.fixed.get("own_pairs", True)
         given = arguments.get("pos_weight")
         site.pos_weight = given if isinstance(given, Tensor) and given.numel() == 1 else None
-        loss = compared_loss(name, function or getattr(nn.functional, name, torch.sub), args, kwargs)
+        loss = compared_loss(name, args, kwargs)
         if loss is not None:
             self._measure(site, loss, x, target)
 
@@ -691,7 +689,7 @@ class LossCalls:
             elif node is not None and len(self._term_leaves) < MAX_CALLS:
                 made = cast("dict[str, tuple[str, str | None]]", node.metadata).get(_FUNCTION_KEY)
                 if made is not None:
-                    self._term_leaves.append((made, set(map(id, leaves_among(nodes_behind([node]))))))
+                    self._term_leaves.append((made, set(map(id, leaves_among(graph_behind([node]))))))
 
     def on_step(self, parameters: Collection[Tensor]) -> None:
         """Records the parameters that an optimizer updates."""
@@ -1014,9 +1012,7 @@ def terms_facts(session: ReplaySession) -> TermsFacts:
         for of_term in grads
     ]
     pairs = zip(parts, norms)
-    return TermsFacts(
-        tuple(TermFacts(t.name, t.slot, t.weight, t.own, abs(t.weight) * norm) for t, norm in pairs), len(common)
-    )
+    return TermsFacts(tuple(TermFacts(t.name, t.weight, t.own, abs(t.weight) * norm) for t, norm in pairs), len(common))
 
 
 def _gradients(session: ReplaySession, term: Term) -> Grads:

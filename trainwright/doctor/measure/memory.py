@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from trainwright.checkpoint.names import named_modules
 from trainwright.distributed.memory import unfreed_bytes
 from trainwright.doctor.facts.resources import GraphSize, GrowthFacts, HeldResources, MemoryFacts
-from trainwright.doctor.measure.tensors import nodes_behind
+from trainwright.recorder.graph import graph_behind
 from trainwright.recorder.plain_tensors import num_bytes
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import RecordedStep, tensors_of
@@ -116,7 +116,7 @@ class Memory(Probe):
         self._losses.append((self._steps, weakref.ref(losses[0]), weakref.ref(mark)))
         if self._steps >= self._counted_at and len(self._graphs) < 32:
             self._counted_at = max(self._steps + 1, self._steps * 5 // 4)
-            nodes = nodes_behind([node])
+            nodes = graph_behind([node])
             goes_back = min(each._sequence_nr() for each in nodes) <= self._newest_before
             self._graphs.append(GraphSize(self._steps + 1, len(nodes), bool(options.get("retain_graph")), goes_back))
 

@@ -247,7 +247,8 @@ MAX_ANGLES = 2**24
 Grads = Mapping[str, Tensor | None]
 
 
-def measure_formats(session: ReplaySession) -> FormatFacts:
+@replay(FormatFacts, when="first", steps=0.5, value=1.5)
+def formats(session: ReplaySession) -> FormatFacts:
     """Returns the 16-bit dtype of a step, the loss functions that take it, results that underflow, and equal angles."""
     modules = ModuleStack(session.modules)
     dtypes: set[torch.dtype] = set()
@@ -337,7 +338,8 @@ def _widen(value: object) -> object:
     return value.float() if isinstance(value, Tensor) and value.dtype in HALF_DTYPES else value
 
 
-def measure_loss_in_fp32(session: ReplaySession) -> LossInFp32Facts:
+@replay(LossInFp32Facts, when="requested", steps=2.6)
+def loss_in_fp32(session: ReplaySession) -> LossInFp32Facts:
     """Returns the difference of the gradients if the loss is computed in float32 from the same outputs."""
     modules = ModuleStack(session.modules)
     micro = range(MAX_MICRO_BATCHES) if len(session.recorded_step.losses) > MAX_MICRO_BATCHES else None
@@ -361,7 +363,3 @@ def gradient_distance(grads: Grads, exact: Grads) -> float | None:
             error += float((grad.double() - true.double()).square().sum())
             norm += float(true.double().square().sum())
     return (error / norm) ** 0.5 if norm > 0 and math.isfinite(error) and math.isfinite(norm) else None
-
-
-formats = replay(FormatFacts, when="first", steps=0.5, value=1.5)(measure_formats)
-loss_in_fp32 = replay(LossInFp32Facts, when="requested", steps=2.6)(measure_loss_in_fp32)

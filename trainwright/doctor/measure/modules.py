@@ -17,9 +17,10 @@ from torch.utils.hooks import RemovableHandle
 
 from trainwright.checkpoint.names import named_modules, named_parameters
 from trainwright.doctor.facts.layers import ModulesFacts, OutputSpread, RepeatedModule
-from trainwright.doctor.measure.tensors import leaves_among, nodes_behind, sampled
+from trainwright.doctor.measure.tensors import sampled
 from trainwright.recorder.calls import Hook, is_compiled
 from trainwright.recorder.gradients import owned_by
+from trainwright.recorder.graph import graph_behind, leaves_among
 from trainwright.recorder.listener import has_listeners
 from trainwright.recorder.pausable import without_modes
 from trainwright.recorder.plain_tensors import plain
@@ -225,10 +226,10 @@ class Modules(ModuleProbe):
     def on_backward(self, losses: tuple[Tensor, ...], options: Kwargs) -> None:
         if self.is_examining and self.num_examined < 2:
             # parameters that the loss reaches only through nodes with derivative 0
-            near = nodes_behind([t.grad_fn for t in losses if t.grad_fn is not None], FLAT_NODES)
+            near = graph_behind(losses, stops=FLAT_NODES)
             if flat := [each for each in near if type(each).__name__.startswith(FLAT_NODES)]:
                 self._flat = type(flat[0]).__name__.partition("Backward")[0].lower()
-                behind = leaves_among(nodes_behind(flat)) - leaves_among(near)
+                behind = leaves_among(graph_behind(flat)) - leaves_among(near)
                 self._behind = {self.names[id(p)] for p in behind if id(p) in self.names}
 
     def ended(self, step: RecordedStep) -> None:

@@ -144,7 +144,8 @@ def _bad_inputs(step: RecordedStep) -> Iterable[BadInput]:
 # the replay
 
 
-def measure_trace(session: ReplaySession) -> TraceFacts:
+@replay(TraceFacts, when="incident", steps=4.0)
+def trace(session: ReplaySession) -> TraceFacts:
     """Returns the first operation that made the step non-finite, or only the outcome if the replay is finite."""
     scale, micro_batches = loss_scale(session.recorded_step), num_backward(session.recorded_step)
     has_finite_losses = all(math.isfinite(each) for each in session.recorded_step.losses)
@@ -297,6 +298,3 @@ def _breaks(session: ReplaySession, bad: Bad, rows: Sequence[int]) -> bool:
             buffers = [module._buffers[name] for module, name in session.replayer.subject.buffers()]
             return not all(b is None or not b.is_floating_point() or is_finite(b) for b in buffers)
     return not all(map(is_finite, (*result.losses, *(g for g in result.grads.values() if g is not None))))
-
-
-trace = replay(TraceFacts, when="incident", steps=4.0)(measure_trace)

@@ -1,8 +1,8 @@
-"""Helpers for measurements: samples and padding of tensors, and their autograd graph."""
+"""Helpers for measurements: samples and padding of tensors, and the nodes that made them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -11,7 +11,6 @@ from torch.autograd.graph import Node
 
 from trainwright.recorder.ranks import own_part
 
-MAX_NODES = 20_000  # Maximum number of visited graph nodes
 MIN_LENGTH = 4  # Minimum length of padded rows
 
 
@@ -19,27 +18,6 @@ def sampled(tensor: Tensor, most: int) -> Tensor:
     """Returns a copy of at most ``most`` evenly spaced elements; of a DTensor, of its local part."""
     flat = own_part(tensor.detach()).flatten()
     return flat[:: max(1, flat.numel() // most)][:most].clone()
-
-
-def nodes_behind(roots: Iterable[Node], stops: tuple[str, ...] = ()) -> set[Node]:
-    """Returns ``roots`` and the nodes of the autograd graph that they depend on, at most about MAX_NODES.
-
-    The search does not continue behind nodes whose class name begins with one of ``stops``.
-    """
-    pending = list(roots)
-    seen = set(pending)
-    while pending and len(seen) < MAX_NODES:
-        node = pending.pop()
-        if not stops or not type(node).__name__.startswith(stops):
-            new = [each for each, _ in node.next_functions if each is not None and each not in seen]
-            seen.update(new)
-            pending.extend(new)
-    return seen
-
-
-def leaves_among(nodes: Iterable[Node]) -> set[Tensor]:
-    """Returns the leaf tensors of the AccumulateGrad nodes among ``nodes``."""
-    return {leaf for each in nodes if (leaf := getattr(each, "variable", None)) is not None}
 
 
 def padding_of(x: Tensor) -> tuple[int, Tensor] | None:

@@ -108,7 +108,8 @@ def _losses_in_eval(session: ReplaySession, inputs: InputHandler | None = None) 
     return inspector.losses
 
 
-def examine_tokens(session: ReplaySession) -> TokensFacts:
+@replay(TokensFacts, when="requested", memory=3.0)
+def tokens(session: ReplaySession) -> TokensFacts:
     """Finds, for each token input and cross-entropy, the offset from input to target, and leaks of the target."""
     inspector = Losses(session)
     with session.live():
@@ -235,9 +236,6 @@ def _ends_of_text(session: ReplaySession) -> set[int]:
     configs = (getattr(root, "config", None) for root in session.replayer.subject.roots)
     named = [getattr(config, "eos_token_id", None) for config in configs]
     return {n for each in named for n in (each if isinstance(each, list) else [each]) if isinstance(n, int)}
-
-
-tokens = replay(TokensFacts, when="requested", memory=3.0)(examine_tokens)
 
 
 EVERY_STEP_UNTIL = 64  # All steps until this one are read, then every INTERVAL_STEPS-th

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainwright.doctor.facts.weights import AgainFacts, BatchStepsFacts, UpdateFacts
+from trainwright.errors import text_of
 from trainwright.recorder.calls import is_compiled
 from trainwright.recorder.program import OptimizerStep
 from trainwright.replay.experiments import replay
-from trainwright.replay.functions import error_text
 from trainwright.replay.replayer import Intervention
 from trainwright.replay.session import ReplaySession
 
@@ -87,7 +87,7 @@ def again(session: ReplaySession) -> AgainFacts:
         and all(_same(one.grads[name], two.grads[name]) for name in one.grads),
         norm_then=None if norm is None else float(norm),
         norm_now=one.grad_norm,
-        error=error_text(one.error),
+        error=None if one.error is None else text_of(one.error),
     )
 
 

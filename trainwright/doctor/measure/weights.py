@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 from trainwright.checkpoint.checksums import start_checksums
 from trainwright.checkpoint.names import named_modules, named_parameters
 from trainwright.doctor.facts.weights import MAX_NAMES, WeightsFacts
-from trainwright.doctor.measure.tensors import leaves_among, made_by, nodes_behind
+from trainwright.doctor.measure.tensors import made_by
+from trainwright.recorder.graph import graph_behind, leaves_among
 from trainwright.recorder.probes import Probe, WatchedObjects, WatchSite
 from trainwright.recorder.program import OptimizerStep, RecordedStep, tensors_of
 from trainwright.recorder.ranks import own_part
@@ -162,7 +163,7 @@ def _weights_of_output(output: Tensor) -> list[Tensor]:
     """Returns the weight matrix of the layer that made an output of the model, apart from views and copies."""
     node = made_by(output, "Addmm", "Mm", "Linear", "Convolution")
     inputs = [] if node is None else [each for each, _ in node.next_functions if each is not None]
-    leaves = leaves_among(nodes_behind([each for each in inputs if type(each).__name__.startswith(("TB", "Acc"))]))
+    leaves = leaves_among(graph_behind([each for each in inputs if type(each).__name__.startswith(("TB", "Acc"))]))
     return [each for each in leaves if each.dim() > 1]
 
 

@@ -17,11 +17,12 @@ from torch.nn.modules.batchnorm import _NormBase
 from trainwright.doctor.facts.layers import FirstLossFacts, SymmetryFacts
 from trainwright.doctor.facts.wiring import ActivatedFacts, Chain, GraphCut, SavedFacts, WiringFacts
 from trainwright.doctor.measure.layers import MAPS
+from trainwright.recorder.graph import leaves_of
 from trainwright.recorder.program import tensors_of
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.replay.classified import classes_in
 from trainwright.replay.experiments import replay
-from trainwright.replay.inspector import StepInspector, checksum, is_in_custom_function, leaves_of
+from trainwright.replay.inspector import StepInspector, checksum, is_in_custom_function
 from trainwright.replay.replayer import Intervention, NotReplayable
 from trainwright.replay.session import ReplaySession
 from trainwright.replay.trace import replayed_line
