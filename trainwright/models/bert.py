@@ -11,9 +11,15 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainwright.errors import UsageError, require_choice
-from trainwright.models.encoder import TENSOR_PLAN, EncoderBlock, init_layers, require_divisible_heads
-from trainwright.models.options import configure, require_counts, require_dropout
+from trainwright.errors import require_choice
+from trainwright.models.encoder import TENSOR_PLAN, EncoderBlock, init_layers
+from trainwright.models.options import (
+    configure,
+    require_block_size,
+    require_counts,
+    require_divisible_heads,
+    require_dropout,
+)
 
 BERT_TENSOR_PLAN = {"tokens": "row", **TENSOR_PLAN, "head": "column_gathered"}
 
@@ -38,7 +44,7 @@ class BERTConfig:
         counts = ("vocab_size", "block_size", "layers", "heads", "d_model")
         require_counts(self, {**dict.fromkeys(counts, 1), "hidden": 0, "types": 0})
         require_dropout(self.dropout)
-        require_divisible_heads(self)
+        require_divisible_heads(self.d_model, self.heads)
 
 
 class BERT(nn.Module):
@@ -82,12 +88,8 @@ class BERT(nn.Module):
 
     def embed(self, ids_BT: Tensor) -> Tensor:
         """Return x_BTD, the input of the first block."""
-        length, most = ids_BT.shape[1], self.options.block_size
-        if length > most:
-            raise UsageError(
-                f"the input has {length} positions, the model block_size={most}",
-                remedy=f"cut the input, or build the model with block_size={length}",
-            )
+        length = ids_BT.shape[1]
+        require_block_size(length, self.options.block_size)
         x_BTD = self.tokens(ids_BT) + self.positions.weight[:length]
         if self.types is not None:
             x_BTD = x_BTD + self.types.weight[0]

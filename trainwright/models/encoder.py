@@ -10,8 +10,6 @@ from typing import Protocol
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainwright.errors import UsageError
-
 INIT_STD = 0.02
 TENSOR_PLAN = {
     "blocks.*.attention.query": "column",
@@ -104,12 +102,3 @@ def init_layers(model: nn.Module) -> None:
             nn.init.normal_(module.weight, std=INIT_STD)
         if isinstance(module, nn.Linear | nn.Conv2d) and module.bias is not None:
             nn.init.zeros_(module.bias)
-
-
-def require_divisible_heads(options: EncoderOptions) -> None:
-    """Raise UsageError unless the heads divide ``d_model``."""
-    if options.d_model % options.heads:
-        nearest = max(1, round(options.d_model / options.heads)) * options.heads
-        raise UsageError(
-            f"d_model={options.d_model} is not divisible by heads={options.heads}", remedy=f"try d_model={nearest}"
-        )

@@ -16,7 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainwright.errors import UsageError, require_choice
-from trainwright.models.options import configure, require_counts, require_dropout
+from trainwright.models.options import (
+    configure,
+    require_block_size,
+    require_counts,
+    require_divisible_heads,
+    require_dropout,
+)
 
 
 class CausalMask:
@@ -99,12 +105,7 @@ class GPTConfig:
         require_choice("activation", self.activation, ("gelu", "relu2", "swiglu"))
         require_choice("init", self.init, ("gpt2", "mup"))
         require_dropout(self.dropout)
-        if self.d_model % self.heads:
-            nearest = max(1, round(self.d_model / self.heads)) * self.heads
-            raise UsageError(
-                f"d_model={self.d_model} is not divisible by heads={self.heads}",
-                remedy=f"try d_model={nearest}",
-            )
+        require_divisible_heads(self.d_model, self.heads)
         if self.positions == "rope" and self.head_width % 2:
             raise UsageError(
                 f'positions="rope" rotates pairs, but d_model / heads = {self.head_width} is odd',
@@ -388,11 +389,7 @@ class GPT(nn.Module):
     def embed(self, ids_BT: Tensor) -> Tensor:
         """Return x_BTD, the input of the first block."""
         length = ids_BT.shape[1]
-        if length > self.block_size:
-            raise UsageError(
-                f"the input has {length} positions, the model block_size={self.block_size}",
-                remedy=f"cut the input, or build the model with block_size={length}",
-            )
+        require_block_size(length, self.block_size)
         x_BTD = self.tokens(ids_BT)
         if self.positions is not None:
             x_BTD = x_BTD + self.positions.weight[:length]

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
-from trainwright.errors import UsageError, suggest
-from trainwright.models.pretrained import load_pretrained, require_transformers, short
+from trainwright.errors import UsageError
+from trainwright.models.pretrained import (
+    load_pretrained,
+    require_config_keys,
+    require_transformers,
+    unknown_architecture,
+)
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -61,13 +65,11 @@ def _new_model(architecture: str, config: Mapping[str, object]) -> nn.Module:
     transformers = require_transformers("hf_model")
     config_class = getattr(getattr(transformers, architecture, None), "config_class", None)
     if config_class is None:
-        names = [name for name in dir(transformers) if "For" in name or name.endswith("Model")]
-        raise UsageError(
-            f"transformers has no architecture {architecture!r}", remedy=short(suggest(architecture, names))
-        )
-    _require_known(config_class, config)
+        raise unknown_architecture(transformers, architecture)
+    defaults = config_class()
+    require_config_keys(defaults, config)
     try:
-        settings = config_class(**_without_unusable_tokens(config_class, config))
+        settings = config_class(**{**_unusable_tokens(defaults, config.get("vocab_size")), **config})
         model: nn.Module = getattr(transformers, architecture)(settings)
     except Exception as error:  # the class of the error varies with the version of transformers
         remedy = f"see transformers.{config_class.__name__}"
@@ -77,20 +79,9 @@ def _new_model(architecture: str, config: Mapping[str, object]) -> nn.Module:
     return model
 
 
-def _require_known(config_class: Any, config: Mapping[str, object]) -> None:
-    """Raise UsageError for an unknown key, which transformers would store and ignore."""
-    defaults = config_class()
-    signature = inspect.signature(config_class.__init__).parameters
-    known = {*signature, *defaults.to_dict(), *defaults.attribute_map, "num_labels"} - {"self", "kwargs"}
-    for name in config:
-        if name not in known:
-            raise UsageError(f"{config_class.__name__} has no key {name!r}", remedy=suggest(name, sorted(known)))
-
-
-def _without_unusable_tokens(config_class: Any, config: Mapping[str, object]) -> Mapping[str, object]:
-    size = config.get("vocab_size")
-    if not isinstance(size, int):
-        return config
-    defaults = config_class()
-    unusable = [name for name in TOKEN_IDS if isinstance(id_ := getattr(defaults, name, None), int) and id_ >= size]
-    return {**dict.fromkeys(unusable), **config}
+def _unusable_tokens(defaults: Any, vocab_size: object) -> dict[str, None]:
+    """Return None for each special token whose default id is not below ``vocab_size``."""
+    if not isinstance(vocab_size, int):
+        return {}
+    ids = {name: getattr(defaults, name, None) for name in TOKEN_IDS}
+    return {name: None for name, token in ids.items() if isinstance(token, int) and token >= vocab_size}

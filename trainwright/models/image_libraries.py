@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from difflib import get_close_matches
 
 from torch import nn
 
-from trainwright.errors import UsageError, import_optional
+from trainwright.errors import UsageError, import_optional, nearest
 
 
 def timm_model(*, architecture: str, classes: int, **options: object) -> nn.Module:
@@ -42,8 +41,8 @@ def torchvision_model(*, architecture: str, classes: int, **options: object) -> 
 
 def _require_known(library: str, architecture: str, names: list[str]) -> None:
     if architecture not in names:
-        near = get_close_matches(architecture[:100], names, n=1)
-        remedy = f"did you mean {near[0]!r}?" if near else f"see list_models() of {library}"
+        near = nearest(architecture, names)
+        remedy = f"did you mean {near!r}?" if near else f"see list_models() of {library}"
         raise UsageError(f"{library} has no model {architecture!r}", remedy=remedy)
 
 

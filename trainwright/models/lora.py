@@ -93,11 +93,15 @@ def add_lora(
     require_dropout(dropout)
     origin = pretrained_of(model)
     head = set(origin.new) - set(origin.new_in_base) if origin else set[str]()
-    if tuple(targets) == (ALL_LINEAR,):
-        names = _all_linear(model, head)
-    else:
-        names = _named(model, targets) if targets else _inside_blocks(model)
-    config = lora_config(names, rank=rank, alpha=alpha, dropout=dropout, dora=dora, rslora=rslora, init=init)
+    config = lora_config(
+        _layers_to_adapt(model, targets, head),
+        rank=rank,
+        alpha=alpha,
+        dropout=dropout,
+        dora=dora,
+        rslora=rslora,
+        init=init,
+    )
     with warnings.catch_warnings():
         # the weight of transformers' Conv1D is transposed; PEFT handles that, and warns
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to", category=UserWarning)
@@ -180,15 +184,10 @@ def _merge(
         raise UsageError(f"the adapter of {layer} is of a kind that is not merged here", remedy=_MERGE_IN_PYTHON)
     holder = nn.Module()
     holder.layer = _layer_like(base, transposed and "lora_A.weight" in parts, "lora_embedding_A" in parts)
-    known = {
-        key: config[key]
-        for key in ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "lora_bias")
-        if key in config
-    }
+    known = {key: config[key] for key in ("use_rslora", "use_dora", "lora_bias") if key in config}
     rank = (parts["lora_A.weight"] if "lora_A.weight" in parts else parts["lora_embedding_A"]).shape[0]
-    known |= {"r": rank, "lora_alpha": _of_layer(config, "alpha", layer, "lora_alpha")}
-    known |= {"rank_pattern": {}, "alpha_pattern": {}}
-    settings = peft.LoraConfig(**known, target_modules=["layer"], fan_in_fan_out=transposed)
+    alpha = _alpha_of(layer, config)
+    settings = peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=["layer"], fan_in_fan_out=transposed, **known)
     with torch.random.fork_rng(devices=()), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         peft.inject_adapter_in_model(settings, holder)
@@ -216,12 +215,12 @@ def _layer_like(base: Mapping[str, Tensor], transposed: bool, is_embedding: bool
     return made
 
 
-def _of_layer(config: Mapping[str, Any], kind: str, layer: str, default: str) -> Any:
-    """Return the value for one layer as PEFT does: by the first matching pattern, else the default."""
-    for pattern, value in (config.get(f"{kind}_pattern") or {}).items():
+def _alpha_of(layer: str, config: Mapping[str, Any]) -> float:
+    """Return alpha of one layer as PEFT does: by the first matching pattern, else the general value."""
+    for pattern, value in (config.get("alpha_pattern") or {}).items():
         if re.fullmatch(rf"(.*\.)?({pattern})", layer):
-            return value
-    return config.get(default, 8)
+            return float(value)
+    return float(config.get("lora_alpha", 8))
 
 
 def _is_transposed(weight: Any, parts: Mapping[str, Tensor]) -> bool:
@@ -309,47 +308,32 @@ def _plain(value: Any) -> Any:
     )
 
 
-def _linears(model: nn.Module) -> list[str]:
-    """Return the names of the linear layers. GPT-2 in transformers has the class Conv1D for them."""
-    return [
+def _layers_to_adapt(model: nn.Module, targets: Sequence[str], head: set[str]) -> list[str]:
+    """Return the names of the linear layers that get adapters; ``head`` are the new weights of a pretrained model."""
+    linears = [
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+        if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"  # GPT-2 of transformers
     ]
-
-
-def _named(model: nn.Module, targets: Sequence[str]) -> list[str]:
-    known = _linears(model)
-    chosen: list[str] = []
-    for target in targets:
-        matching = [name for name in known if name == target or name.endswith(f".{target}")]
-        if not matching:
-            remedy = f"take some of: {', '.join(known)}" if known else "the model has no linear layer"
-            raise UsageError(f"no linear layer of the model is called {target!r}", remedy=remedy)
-        chosen += matching
+    if tuple(targets) == (ALL_LINEAR,):
+        output = output_layer(model)
+        chosen = [name for name in linears if model.get_submodule(name) is not output and f"{name}.weight" not in head]
+        chosen = chosen[:-1] if output is None and not head else chosen
+    elif targets:
+        chosen = [name for target in targets for name in _named(target, linears)]
+    else:
+        lists = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
+        chosen = [name for name in linears if name.startswith(lists)] or linears[:-1]
+    if not chosen:
+        raise UsageError(
+            f"{type(model).__name__} has no linear layer beside its output", remedy="adapters need linear layers"
+        )
     return list(dict.fromkeys(chosen))
 
 
-def _inside_blocks(model: nn.Module) -> list[str]:
-    linears = _linears(model)
-    lists = [f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-    chosen = [name for name in linears if name.startswith(tuple(lists))] or linears[:-1]
-    if not chosen:
-        raise UsageError(
-            f"{type(model).__name__} has no linear layer beside its output",
-            remedy="adapters need linear layers",
-        )
-    return chosen
-
-
-def _all_linear(model: nn.Module, head: set[str]) -> list[str]:
-    """Return every linear layer but the output layer of a language model and the new head of a pretrained one."""
-    output = output_layer(model)
-    names = [
-        name for name in _linears(model) if model.get_submodule(name) is not output and f"{name}.weight" not in head
-    ]
-    if output is None and not head:
-        names = names[:-1]
-    if not names:
-        raise UsageError(f"{type(model).__name__} has no linear layer beside its output", remedy="give targets")
-    return names
+def _named(target: str, linears: Sequence[str]) -> list[str]:
+    matching = [name for name in linears if name == target or name.endswith(f".{target}")]
+    if not matching:
+        remedy = f"take some of: {', '.join(linears)}" if linears else "the model has no linear layer"
+        raise UsageError(f"no linear layer of the model is called {target!r}", remedy=remedy)
+    return matching

@@ -2,26 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor, nn
 
-from trainwright.models.options import require_counts, require_dropout
-
-
-@dataclass(frozen=True)
-class LSTMConfig:
-    """The options of ``lstm``. ``tied`` shares the token embedding with the head."""
-
-    vocab_size: int
-    d_model: int = 128
-    layers: int = 2
-    dropout: float = 0.0
-    tied: bool = True
-
-    def __post_init__(self) -> None:
-        require_counts(self, {"vocab_size": 1, "d_model": 1, "layers": 1})
-        require_dropout(self.dropout)
+from trainwright.models.options import require_count, require_dropout
 
 
 class LSTM(nn.Module):
@@ -30,17 +13,19 @@ class LSTM(nn.Module):
     With ``hidden=True`` -> hidden_BTD, the input of ``head``.
     """
 
-    def __init__(self, options: LSTMConfig) -> None:
+    def __init__(self, vocab_size: int, d_model: int, layers: int, dropout: float, tied: bool) -> None:
         super().__init__()
-        self.options = options
-        width, dropout = options.d_model, options.dropout
-        self.tokens = nn.Embedding(options.vocab_size, width)
+        require_count("vocab_size", vocab_size)
+        require_count("d_model", d_model)
+        require_count("layers", layers)
+        require_dropout(dropout)
+        self.tokens = nn.Embedding(vocab_size, d_model)
         self.dropout = nn.Dropout(dropout)
-        between = dropout if options.layers > 1 else 0.0  # torch warns of dropout with a single layer
-        self.recurrent = nn.LSTM(width, width, options.layers, dropout=between, batch_first=True)
-        self.head = nn.Linear(width, options.vocab_size, bias=False)
+        between = dropout if layers > 1 else 0.0  # torch warns of dropout with a single layer
+        self.recurrent = nn.LSTM(d_model, d_model, layers, dropout=between, batch_first=True)
+        self.head = nn.Linear(d_model, vocab_size, bias=False)
         nn.init.normal_(self.head.weight, std=0.02)  # the loss starts at ln V
-        if options.tied:
+        if tied:
             self.tokens.weight = self.head.weight
 
     def forward(self, ids_BT: Tensor, *, hidden: bool = False) -> Tensor:
@@ -62,4 +47,4 @@ def lstm(*, vocab_size: int, d_model: int = 128, layers: int = 2, dropout: float
 
     Raises UsageError for a value that cannot be used.
     """
-    return LSTM(LSTMConfig(vocab_size, d_model, layers, dropout, tied))
+    return LSTM(vocab_size, d_model, layers, dropout, tied)

@@ -9,7 +9,7 @@ from itertools import pairwise
 from torch import Tensor, nn
 
 from trainwright.errors import UsageError, require_choice
-from trainwright.models.options import require_counts, require_dropout
+from trainwright.models.options import require_count, require_dropout
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "gelu": nn.GELU, "silu": nn.SiLU, "tanh": nn.Tanh}
 
@@ -59,10 +59,9 @@ class ActorCritic(nn.Module):
 
     def __init__(self, observations: int, actions: int, hidden: int) -> None:
         super().__init__()
-        self.observations = observations
-        self.actions = actions
-        self.hidden = hidden
-        require_counts(self, dict.fromkeys(("observations", "actions", "hidden"), 1))
+        require_count("observations", observations)
+        require_count("actions", actions)
+        require_count("hidden", hidden)
         self.actor = mlp(sizes=[observations, hidden, hidden, actions], activation="tanh")
         self.critic = mlp(sizes=[observations, hidden, hidden, 1], activation="tanh")
         for network, gain in ((self.actor, LAST_LAYER_GAIN), (self.critic, 1.0)):

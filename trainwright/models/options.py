@@ -26,11 +26,31 @@ def configure(config_class: type[Config], options: Mapping[str, object], *, of: 
 
 
 def require_counts(config: object, least: Mapping[str, int]) -> None:
-    """Raise UsageError unless each named attribute is an int of at least the given size."""
+    """Raise UsageError unless each named attribute is an int of at least this value."""
     for name, floor in least.items():
-        value = getattr(config, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < floor:
-            raise UsageError(f"{name} must be a whole number >= {floor}; got {value!r}", remedy=f"try {name}={floor}")
+        require_count(name, getattr(config, name), floor)
+
+
+def require_count(name: str, value: object, least: int = 1) -> None:
+    """Raise UsageError unless ``value`` is an int of at least ``least``."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise UsageError(f"{name} must be a whole number >= {least}; got {value!r}", remedy=f"try {name}={least}")
+
+
+def require_divisible_heads(d_model: int, heads: int) -> None:
+    """Raise UsageError unless the heads divide ``d_model``."""
+    if d_model % heads:
+        nearest = max(1, round(d_model / heads)) * heads
+        raise UsageError(f"d_model={d_model} is not divisible by heads={heads}", remedy=f"try d_model={nearest}")
+
+
+def require_block_size(length: int, block_size: int) -> None:
+    """Raise UsageError if an input of ``length`` positions is too long for the model."""
+    if length > block_size:
+        raise UsageError(
+            f"the input has {length} positions, the model block_size={block_size}",
+            remedy=f"cut the input, or build the model with block_size={length}",
+        )
 
 
 def require_dropout(value: float) -> None:

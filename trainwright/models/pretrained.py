@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import inspect
 import json
 import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -23,7 +24,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainwright.errors import StorageError, UsageError, import_optional, require_choice, suggest, suggest_file, text_of
+from trainwright.errors import (
+    StorageError,
+    UsageError,
+    import_optional,
+    nearest,
+    require_choice,
+    suggest,
+    suggest_file,
+    text_of,
+)
 
 DTYPES: Mapping[str, torch.dtype | None] = {
     "fp32": torch.float32,
@@ -38,7 +48,12 @@ DTYPES: Mapping[str, torch.dtype | None] = {
 SAVED_AS = (".json", ".safetensors", ".jinja", ".model", ".txt", ".py")
 """Suffixes of the files that define a model and its tokenizer. Other files, such as a model card, are ignored."""
 TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model", "vocab.txt", "spiece.model"),
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.json",
+    "tokenizer.model",
+    "vocab.txt",
+    "spiece.model",
 )
 """A folder with one of these files contains a tokenizer."""
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -242,7 +257,9 @@ def load_pretrained(
         options: dict[str, object] = {"trust_remote_code": True} if trust_remote_code else {}
         if "attn_implementation" in config:
             options["attn_implementation"] = config.pop("attn_implementation")
-        _set(settings, config)
+        require_config_keys(settings, config)
+        for key, value in config.items():
+            setattr(settings, key, value)
         use_cache = getattr(settings, "use_cache", None)
         if use_cache is not None and "use_cache" not in config:
             settings.use_cache = False  # training would store the keys and values of past tokens and never read them
@@ -291,13 +308,14 @@ def _needs_code(folder: Path) -> UsageError:
     )
 
 
-def _set(settings: Any, values: Mapping[str, object]) -> None:
-    """Set values of a configuration. Raises UsageError for an unknown key, which transformers would ignore."""
-    known = {*settings.to_dict(), *settings.attribute_map, "num_labels", "attn_implementation"}
-    for key, value in values.items():
+def require_config_keys(settings: Any, values: Iterable[str]) -> None:
+    """Raise UsageError for a key that a configuration does not have: transformers would store and ignore it."""
+    arguments = inspect.signature(type(settings).__init__).parameters
+    known = {*arguments, *settings.to_dict(), *settings.attribute_map, "num_labels", "attn_implementation"}
+    known -= {"self", "kwargs"}
+    for key in values:
         if key not in known:
             raise UsageError(f"{type(settings).__name__} has no key {key!r}", remedy=suggest(key, sorted(known)))
-        setattr(settings, key, value)
 
 
 def _class(transformers: Any, folder: Path, settings: Any, architecture: str | None, trust_remote_code: bool) -> Any:
@@ -312,17 +330,18 @@ def _class(transformers: Any, folder: Path, settings: Any, architecture: str | N
             raise _needs_code(folder)
         return getattr(transformers, min(mapped, key=lambda key: key == "AutoModel"))  # a class with a head, if any
     if names:
-        listed = [each for each in dir(transformers) if "For" in each or each.endswith("Model")]
-        raise UsageError(f"transformers has no architecture {names[0]!r}", remedy=short(suggest(names[0], listed)))
+        raise unknown_architecture(transformers, names[0])
     raise UsageError(
         f"{folder}/config.json does not name the class of the model",
         remedy="add architecture: LlamaForCausalLM, or the like, beside the name",
     )
 
 
-def short(remedy: str, limit: int = 300) -> str:
-    """Return a remedy, or a reference to the documentation if it is long."""
-    return remedy if len(remedy) <= limit else "see the list of models in the transformers documentation"
+def unknown_architecture(transformers: Any, name: str) -> UsageError:
+    """Return the error for a class that ``transformers`` does not have."""
+    near = nearest(name, [each for each in dir(transformers) if "For" in each or each.endswith("Model")])
+    remedy = f"did you mean {near!r}?" if near else "see the list of models in the transformers documentation"
+    return UsageError(f"transformers has no architecture {name!r}", remedy=remedy)
 
 
 def _is_simulated() -> bool:

@@ -5,29 +5,11 @@ Shapes: B batch, C channels, H and W image sides (8x8 digits work, the sides are
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainwright.errors import UsageError
-from trainwright.models.options import require_counts
-
-
-@dataclass(frozen=True)
-class ResNetConfig:
-    """``depth`` is 6 n + 2: a stem, three stages of n blocks of two convolutions, a linear head."""
-
-    depth: int = 20
-    classes: int = 10
-    channels: int = 3
-    width: int = 16
-
-    def __post_init__(self) -> None:
-        require_counts(self, {"depth": 8, "classes": 1, "channels": 1, "width": 1})
-        if (self.depth - 2) % 6:
-            below = self.depth - (self.depth - 2) % 6
-            raise UsageError(f"depth must be 6 n + 2; got {self.depth}", remedy=f"try {below} or {below + 6}")
+from trainwright.models.options import require_count
 
 
 class BasicBlock(nn.Module):
@@ -54,20 +36,28 @@ class BasicBlock(nn.Module):
 
 
 class ResNet(nn.Module):
-    """x_BCHW -> logits_BK. ``blocks`` is the list that activation checkpointing and sharding wrap."""
+    """x_BCHW -> logits_BK: a stem, three stages of n blocks of two convolutions, and a linear head; depth is 6 n + 2.
 
-    def __init__(self, options: ResNetConfig) -> None:
+    ``blocks`` is the list that activation checkpointing and sharding wrap.
+    """
+
+    def __init__(self, depth: int, classes: int, channels: int, width: int) -> None:
         super().__init__()
-        self.options = options
-        width, per_stage = options.width, (options.depth - 2) // 6
-        self.stem = nn.Conv2d(options.channels, width, 3, padding=1, bias=False)
+        require_count("depth", depth, 8)
+        require_count("classes", classes)
+        require_count("channels", channels)
+        require_count("width", width)
+        if (depth - 2) % 6:
+            below = depth - (depth - 2) % 6
+            raise UsageError(f"depth must be 6 n + 2; got {depth}", remedy=f"try {below} or {below + 6}")
+        self.stem = nn.Conv2d(channels, width, 3, padding=1, bias=False)
         self.norm = nn.BatchNorm2d(width)
-        widths = [width * 2**stage for stage in range(3) for _ in range(per_stage)]
+        widths = [width * 2**stage for stage in range(3) for _ in range((depth - 2) // 6)]
         befores = [width, *widths[:-1]]
         self.blocks = nn.ModuleList(
             BasicBlock(before, after, stride=1 if before == after else 2) for before, after in zip(befores, widths)
         )
-        self.head = nn.Linear(widths[-1], options.classes)
+        self.head = nn.Linear(widths[-1], classes)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):  # https://arxiv.org/abs/1502.01852
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -91,4 +81,4 @@ def resnet(*, depth: int = 20, classes: int = 10, channels: int = 3, width: int 
 
     Raises UsageError for a depth that is not 6 n + 2.
     """
-    return ResNet(ResNetConfig(depth, classes, channels, width))
+    return ResNet(depth, classes, channels, width)

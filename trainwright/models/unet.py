@@ -6,30 +6,16 @@ Shapes: B batch, C channels, H and W image sides, K outputs per pixel, O channel
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainwright.errors import UsageError
-from trainwright.models.options import require_counts
+from trainwright.models.options import require_count
 
 MAX_GROUPS = 8
 """Maximum number of groups of each GroupNorm; fewer if they do not divide the channels."""
-
-
-@dataclass(frozen=True)
-class UNetConfig:
-    """The options of ``unet``."""
-
-    classes: int
-    channels: int = 3
-    width: int = 64
-    depth: int = 4
-
-    def __post_init__(self) -> None:
-        require_counts(self, dict.fromkeys(("classes", "channels", "width", "depth"), 1))
 
 
 class TwoConvs(nn.Module):
@@ -54,18 +40,22 @@ class UNet(nn.Module):
     and ``depth`` blocks up.
     """
 
-    def __init__(self, options: UNetConfig) -> None:
+    def __init__(self, classes: int, channels: int, width: int, depth: int) -> None:
         super().__init__()
-        self.options = options
-        widths = [options.width * 2**level for level in range(options.depth + 1)]
-        down = [(before, after) for before, after in zip([options.channels, *widths], widths)]
+        require_count("classes", classes)
+        require_count("channels", channels)
+        require_count("width", width)
+        require_count("depth", depth)
+        self.depth = depth
+        widths = [width * 2**level for level in range(depth + 1)]
+        down = list(zip([channels, *widths], widths))
         up = [(2 * width, width) for width in reversed(widths[:-1])]
         self.blocks = nn.ModuleList(TwoConvs(before, after) for before, after in (*down, *up))
         self.upsample = nn.ModuleList(nn.ConvTranspose2d(before, after, 2, stride=2) for before, after in up)
-        self.head = nn.Conv2d(options.width, options.classes, 1)
+        self.head = nn.Conv2d(width, classes, 1)
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
-        depth = self.options.depth
+        depth = self.depth
         if any(side % 2**depth for side in x_BCHW.shape[-2:]):
             raise UsageError(
                 f"images of {' x '.join(map(str, x_BCHW.shape[-2:]))} pixels cannot be halved {depth} times",
@@ -96,4 +86,4 @@ def unet(*, classes: int, channels: int = 3, width: int = 64, depth: int = 4) ->
 
     Raises UsageError for a value that cannot be used.
     """
-    return UNet(UNetConfig(classes, channels, width, depth))
+    return UNet(classes, channels, width, depth)

@@ -12,14 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.errors import UsageError, require_choice
-from trainwright.models.encoder import (
-    INIT_STD,
-    TENSOR_PLAN,
-    EncoderBlock,
-    init_layers,
-    require_divisible_heads,
-)
-from trainwright.models.options import configure, require_counts, require_dropout
+from trainwright.models.encoder import INIT_STD, TENSOR_PLAN, EncoderBlock, init_layers
+from trainwright.models.options import configure, require_counts, require_divisible_heads, require_dropout
 
 
 @dataclass(frozen=True)
@@ -41,7 +35,7 @@ class ViTConfig:
         counts = ("image_size", "patch", "layers", "heads", "d_model", "classes", "channels")
         require_counts(self, {**dict.fromkeys(counts, 1), "hidden": 0})
         require_dropout(self.dropout)
-        require_divisible_heads(self)
+        require_divisible_heads(self.d_model, self.heads)
         if self.image_size % self.patch:
             nearest = max(1, round(self.image_size / self.patch)) * self.patch
             raise UsageError(
