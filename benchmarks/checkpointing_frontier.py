@@ -32,11 +32,12 @@ from trainwright.engine.losses import language_model
 from trainwright.engine.step import make_step
 from trainwright.models.gpt import gpt
 from trainwright.plan.checkpointing import Checkpointing, describe
-from trainwright.plan.trace.checkpointing_planner import Candidate, CheckpointingPlanner
+from trainwright.plan.trace.checkpointing_planner import Candidate, CheckpointingPlanner, Speed
 from trainwright.plan.trace.traced_step import TracedObjects, trace_step
 
 BENCH = "checkpointing_frontier"
 MIB = 2**20
+SPEED = Speed(1e11, 1e10, overlaps=False)
 BUDGETS = (1.0, 0.5, 0.2, 0.0)
 
 
@@ -104,7 +105,7 @@ class Bench:
 
 def planned(bench: Bench) -> dict[str, Candidate]:
     began = time.perf_counter()
-    planner = CheckpointingPlanner(bench.subject, partial(trace_step, device="cpu", clip=False))
+    planner = CheckpointingPlanner(bench.subject, partial(trace_step, device="cpu", clip=False), SPEED)
     plain = planner.none.trace.peak
     half = plain.total - plain.held["activations"] // 2
     chosen = {"plain": planner.none, "every_block": planner.every}

@@ -13,6 +13,7 @@ from trainwright import recipe
 from trainwright.errors import install_remedy
 from trainwright.optim.choose import accepted_args
 from trainwright.plan.devices import Device, known_devices
+from trainwright.plan.make import choose_precision
 from trainwright.recipe.resolve import import_factory
 
 HEAD = """# Built-in models, data, losses and optimizers
@@ -121,7 +122,7 @@ def metric(row: recipe.Row) -> list[str]:
 
 
 def device(each: Device) -> list[str]:
-    best = each.training_precision
+    best, _ = choose_precision("auto", each.kind, each.precisions, {})
     memory, flops = f"{each.memory_bytes / 2**30:.1f} GiB", f"{each.flops[best] / 1e12:g} TFLOP/s in {best}"
     price = "" if each.price is None else f"${each.price:g}: {each.priced}"
     source = each.source.split(", http")[0]

@@ -138,8 +138,3 @@ def test_a_device_without_it_is_refused_with_the_nearest(device: str, precision:
         precision_on(recipe, found)
     assert f"precision: {nearest}" in failed.value.problems[0].remedy
     require_fp8(from_mapping({**RECIPE, "precision": precision, "fp8": {"emulate": True}}).recipe, device, ())
-
-
-def test_auto_never_chooses_it() -> None:
-    assert {device.training_precision for device in known_devices().values()} <= {"fp32", "bf16", "fp16"}
-    assert find_device("h100-80gb", known_devices()).training_precision == "bf16"

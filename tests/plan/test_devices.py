@@ -8,6 +8,7 @@ import pytest
 
 from trainwright.errors import RecipeError, UsageError
 from trainwright.plan.devices import find_device, known_devices, load_devices, parse_devices
+from trainwright.plan.make import choose_precision
 
 GIB = 1 << 30
 
@@ -28,7 +29,8 @@ def test_published_figures() -> None:
     assert (h100.flops["bf16"], h100.bandwidth) == (989e12, 3.35e12)
     assert (a100.flops["bf16"], a100.flops["tf32"], a100.flops["fp32"]) == (312e12, 156e12, 19.5e12)
     assert "bf16" not in t4.flops
-    assert (h100.training_precision, t4.training_precision) == ("bf16", "fp16")
+    chosen = [choose_precision("auto", each.kind, each.precisions, {})[0] for each in (h100, t4)]
+    assert chosen == ["bf16", "fp16"]
 
 
 def test_memory_is_replaced_and_a_margin_is_left() -> None:

@@ -30,7 +30,6 @@ from trainwright.recipe import Duration, Recipe, from_mapping
 
 FACTS = RunFacts(
     train_samples=1000,
-    val_samples=100,
     tokens_per_sample=64,
     parameters=5000,
     trainable=5000,

@@ -135,7 +135,8 @@ def leaves(above: tuple[str, ...] = ()) -> Iterator[str]:
 
 # All that these may ever hold is alike.
 ALIKE = (
-    *("log", "alerts", "evaluation", "checkpoint", "schedule", "loss", "data.train", "data.val", "batch"),
+    *("log", "alerts", "evaluation", "checkpoint", "schedule", "loss", "batch", "metrics", "observers"),
+    *("data.train", "data.val", "data.more_val"),
     *("model.lora", "optimizer.groups", "optimizer.clip", "optimizer.lr_rule"),
 )
 

@@ -19,7 +19,7 @@ from trainwright.plan.run_time import (
 )
 from trainwright.recipe import from_mapping
 
-FACTS = RunFacts(1000, 100, tokens_per_sample=0, parameters=1, trainable=1, device="cpu", device_name="a CPU")
+FACTS = RunFacts(1000, tokens_per_sample=0, parameters=1, trainable=1, device="cpu", device_name="a CPU")
 
 
 def planned(until: str, every: str, *, step_s: float | None = 0.1, **evaluation: int) -> Plan:

@@ -8,6 +8,7 @@ import pytest
 
 from tests.plan_trace.models import make_gpt
 from trainwright.plan.trace.traced_step import MIB, CachingAllocator, reserved_bytes, trace_step
+from trainwright.plan.trace.tracker import MemoryEvent, TrackedStorage
 
 
 def test_small_blocks_share_a_segment_of_2_mib() -> None:
@@ -38,9 +39,9 @@ def test_what_is_freed_is_taken_again_and_neighbours_grow_together() -> None:
 
 
 def test_gaps_are_not_used_by_what_does_not_fit() -> None:
-    changes = [([1, 3], [(5, 30 * MIB)])]
-    pieces = [(1, 20 * MIB), (2, 20 * MIB), (3, 20 * MIB)]
-    assert reserved_bytes(pieces, changes) == 90 * MIB
+    first, second, third, large = (TrackedStorage(size * MIB, None, "forward", "") for size in (20, 20, 20, 30))
+    event = MemoryEvent("forward", 0, "", "mm", freed=[first, third], made=[large])
+    assert reserved_bytes([first, second, third], [event]) == 90 * MIB
 
 
 @pytest.mark.slow

@@ -141,7 +141,7 @@ def test_a_model_without_blocks() -> None:
         return trained(mlp(sizes=[8, 16, 2]), cross_entropy, batch)
 
     with pytest.raises(UsageError, match="no list of equal blocks"):
-        CheckpointingPlanner(make, TRACE)
+        CheckpointingPlanner(make, TRACE, FAST_HOST)
 
 
 def surveyed() -> BlockSurvey:

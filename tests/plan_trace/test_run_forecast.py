@@ -86,7 +86,6 @@ def test_what_is_scaled_is_what_is_traced(kind: str, precision: str, checkpointi
     survey = LayoutSurvey(make_blueprint(gpt()), device, precision)  # type: ignore[arg-type]
     layout = survey.layout(checkpointing, chunked=False)
     traced = survey.trace(12, chunked=False, checkpointing=survey.checkpointing(checkpointing), accumulation=3)
-    assert layout.scaled.aligned
     assert layout.scaled.peak_bytes(12, 3) == pytest.approx(traced.peak.total, rel=2e-3)
     assert layout.scaled.at(12, 3).flops == traced.flops
 

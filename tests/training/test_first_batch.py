@@ -18,7 +18,7 @@ from trainwright.engine.precision import Precision
 from trainwright.plan.make import RunFacts, choose_mode, choose_precision
 from trainwright.training.first_batch import try_batch
 
-FACTS = RunFacts(100, None, tokens_per_sample=0, parameters=9, trainable=9, device="cpu", device_name="a CPU")
+FACTS = RunFacts(100, tokens_per_sample=0, parameters=9, trainable=9, device="cpu", device_name="a CPU")
 
 
 class Gaining(nn.Linear):

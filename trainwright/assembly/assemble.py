@@ -289,7 +289,6 @@ def gather_facts(
     total, trainable = count_parameters(parts.model)
     return RunFacts(
         train_samples=parts.train.samples,
-        val_samples=parts.val.samples if parts.val else None,
         tokens_per_sample=_tokens_per_sample(parts.train, quarantine),
         parameters=total,
         trainable=trainable,

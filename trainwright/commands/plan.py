@@ -478,7 +478,7 @@ def on_ranks(
 def runnable(many: ManyRanks, loaded: Loaded, ranks: int) -> list[Placement]:
     """Return every layout on ``ranks`` ranks with which the engine can train the recipe."""
     degrees = [each for each in layouts_of(ranks, many) if is_trainable(loaded.recipe, each, many.shape)]
-    return many.all(degrees, (loaded.recipe.parallel.zero,))
+    return many.all(degrees, loaded.recipe.parallel.zero)
 
 
 def _alike(one: Placement, other: Placement) -> bool:

@@ -128,12 +128,6 @@ class Device:
         """Precisions that the device computes in hardware."""
         return tuple(name for name in PRECISIONS if name in self.flops)
 
-    @property
-    def training_precision(self) -> str:
-        """The precision that ``precision: auto`` selects: bf16 if it is the fastest, else fp16, else fp32."""
-        fastest = max(rate for name, rate in self.flops.items() if "fp8" not in name)
-        return next(name for name in ("bf16", "fp16", "fp32") if self.flops.get(name, 0.0) >= fastest or name == "fp32")
-
     def of_ranks(self, count: int) -> Device:
         """Return one rank's part of a CPU that ``count`` processes share."""
         node = ClusterNode(max(self.node.ranks, count), self.node.link, self.node.network)

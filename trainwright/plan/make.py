@@ -46,7 +46,6 @@ class RunFacts:
     """
 
     train_samples: int | None
-    val_samples: int | None
     tokens_per_sample: int
     parameters: int
     trainable: int
@@ -363,9 +362,7 @@ def _of_one_thread(thread_s: Mapping[tuple[PrecisionName, int], float]) -> dict[
 
 def candidates(setting: str | None, device: str, low_precision: tuple[str, ...]) -> tuple[PrecisionName, ...]:
     """Return the precisions worth timing in the dry run. ``setting`` is the recipe's."""
-    if setting != "auto":
-        return (choose_precision(setting, device, low_precision, {})[0],)
-    if device == "cpu" and "bf16" in low_precision:
+    if setting == "auto" and device == "cpu" and "bf16" in low_precision:
         return ("fp32", "bf16")
     return (choose_precision(setting, device, low_precision, {})[0],)
 

@@ -164,12 +164,11 @@ class ManyRanks:
             fits=max(by_stage) <= self.device.usable_bytes,
         )
 
-    def all(self, degrees: Sequence[Degrees], zeros: Sequence[Zero] = (3,)) -> list[Placement]:
+    def all(self, degrees: Sequence[Degrees], zero: Zero = 3) -> list[Placement]:
         """Return every layout with these degrees, combined with each checkpointing policy and micro-batch."""
         return [
             self.place(each, zero, policy, micro)
             for each in degrees
-            for zero in (zeros if each.shard > 1 else zeros[-1:])
             for policy in self.policies(each)
             for micro in _subsample(micro_sizes(self._share(each)))
         ]

@@ -140,9 +140,8 @@ _UPDATE: Verdict = "maths", "from here on the weights are updated differently"
 _ORDER = "the rest of this epoch comes in another order: some samples twice, some not at all"
 _READING: Verdict = "safe", "how samples are read, not which"
 _FOLDER: Verdict = "safe", "the run stays in its folder"
-_OBSERVERS: Verdict = ("safe", "observers only read, and may end the run; those at the same position keep their state")
-_METRICS: Verdict = ("safe", "metrics only read")
 _KERNELS = "other kernels: last bits"
+_RANKS: Verdict = "safe", "the same samples make a step, on other ranks: last bits; dropout draws other numbers"
 
 # A rule may cover a section only if all its keys, including future ones, have the same class. A test requires a rule
 # for each path in the other sections.
@@ -176,9 +175,6 @@ RULES: Mapping[str, Verdict | Callable[[RecipeDifference], Verdict]] = {
     "data.train": ("maths", "it may be other data, so the next epoch begins at once"),
     "data.val": VALIDATION,
     "data.more_val": VALIDATION,
-    "data.more_val.use": VALIDATION,
-    "data.more_val.args": VALIDATION,
-    "data.more_val.name": VALIDATION,
     **dict.fromkeys(("data.packing.by", "data.packing.max_length"), _packing),
     "data.workers": _READING,
     "data.prefetch": _READING,
@@ -190,11 +186,8 @@ RULES: Mapping[str, Verdict | Callable[[RecipeDifference], Verdict]] = {
     "data.on_bad_sample": ("safe", "it matters only if a sample cannot be read"),
     "loss": ("maths", "something else is minimised"),
     "batch": _batch,
-    "parallel.replicate": (
-        "safe",
-        "the same samples make a step, on other ranks: last bits; dropout draws other numbers",
-    ),
-    "parallel.shard": ("safe", "the same samples make a step, on other ranks: last bits; dropout draws other numbers"),
+    "parallel.replicate": _RANKS,
+    "parallel.shard": _RANKS,
     "parallel.zero": ("safe", "the same sums in another order: last bits"),
     "parallel.tensor": ("safe", "the same layers, divided among other ranks: last bits; dropout draws other numbers"),
     "parallel.sequence": ("safe", "the same sums in another order: last bits; dropout draws other numbers"),
@@ -217,13 +210,8 @@ RULES: Mapping[str, Verdict | Callable[[RecipeDifference], Verdict]] = {
     "optimizer.clip": _UPDATE,
     "optimizer.lr_rule": _UPDATE,
     "optimizer.offload": ("safe", "the same update elsewhere: last bits"),
-    "metrics": _METRICS,
-    "metrics.use": _METRICS,
-    "metrics.args": _METRICS,
-    "metrics.name": _METRICS,
-    "observers": _OBSERVERS,
-    "observers.use": _OBSERVERS,
-    "observers.args": _OBSERVERS,
+    "metrics": ("safe", "metrics only read"),
+    "observers": ("safe", "observers only read, and may end the run; those at the same position keep their state"),
     "schedule": ("maths", "the learning rate follows another curve"),
     "spikes.policy": _spikes,
     "spikes.factor": _spikes,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from trainwright.plan.call_trace import Phase, Trace
+from trainwright.plan.call_trace import Phase
 from trainwright.plan.devices import Device
 from trainwright.plan.scale import PASSES, Scaled
 
@@ -42,52 +43,40 @@ class StepTime:
         return (self.flops - self.checkpointing_flops) / (self.step_s * self.peak_flops) if self.step_s else 0.0
 
 
-def step_time(trace: Trace, device: Device, precision: str) -> StepTime:
-    """Return the time of a complete step.
+def scaled_time(scaled: Scaled, micro: int, accumulation: int, device: Device, precision: str) -> StepTime:
+    """Return the time of the step ``scaled.at(micro, accumulation)``; equal layers are priced once.
 
     ``precision`` is the recipe's and decides how float32 matmuls are computed.
     """
-    rows: list[_WorkRow] = [(work.phase, work.dtype, work.calls, work.flops, work.bytes, 1) for work in trace.work]
-    return _time_rows(rows, device, precision)
-
-
-def scaled_time(scaled: Scaled, micro: int, accumulation: int, device: Device, precision: str) -> StepTime:
-    """Return ``step_time`` of ``scaled.at(micro, accumulation)``, computed faster: equal layers are priced once."""
-    rows: list[_WorkRow] = []
-    for (phase, dtype, calls, flops, moved), count in scaled.distinct.items():
-        times = count * (accumulation if phase in PASSES else 1)
-        amounts = [fixed + each * micro for fixed, each in (calls, flops, moved)]
-        rows.append((phase, dtype, amounts[0], amounts[1], amounts[2], times))
-    if accumulation > 1:
-        sums = max(moment.held.get("gradients", 0) for moment in scaled.small.moments)
-        rows.append(("backward", "float32", 1, 0.0, 3.0 * sums, accumulation - 1))
-    return _time_rows(rows, device, precision)
-
-
-_WorkRow = tuple[Phase, str, float, float, float, int]
-
-
-def _time_rows(rows: list[_WorkRow], device: Device, precision: str) -> StepTime:
-    """Return the time of rows (phase, dtype, calls, FLOPs, bytes, repetitions)."""
     spent = {"arithmetic": 0.0, "memory": 0.0, "launches": 0.0}
-    busy: dict[Phase, float] = {}
-    launch: dict[Phase, float] = {}
-    total = [0.0, 0.0, 0.0]
-    for phase, dtype, calls, flops, moved, times in rows:
-        computing = max(flops, 0.0) / (rate(device, dtype, precision) * device.reach_flops)
-        moving = max(moved, 0.0) / (device.bandwidth * device.reach_bandwidth)
-        busy[phase] = busy.get(phase, 0.0) + max(computing, moving) * times
-        launch[phase] = launch.get(phase, 0.0) + calls * device.launch_s * times
+    busy: dict[Phase, float] = defaultdict(float)
+    launch: dict[Phase, float] = defaultdict(float)
+    flops: dict[Phase, float] = defaultdict(float)
+    moved_bytes = 0.0
+    for phase, dtype, calls, each_flops, each_bytes, times in _work_rows(scaled, micro, accumulation):
+        computing = max(each_flops, 0.0) / (rate(device, dtype, precision) * device.reach_flops)
+        moving = max(each_bytes, 0.0) / (device.bandwidth * device.reach_bandwidth)
+        busy[phase] += max(computing, moving) * times
+        launch[phase] += calls * device.launch_s * times
         spent["arithmetic" if computing >= moving else "memory"] += max(computing, moving) * times
-        total = [
-            total[0] + flops * times,
-            total[1] + moved * times,
-            total[2] + flops * times * (phase == "checkpointing"),
-        ]
+        flops[phase] += each_flops * times
+        moved_bytes += each_bytes * times
     by_phase = {phase: max(seconds, launch[phase]) for phase, seconds in busy.items()}
     spent["launches"] = sum(by_phase.values()) - sum(busy.values())
-    peak = peak_rate(device, precision)
-    return StepTime(by_phase, spent, round(total[0]), round(total[2]), round(total[1]), peak)
+    again = round(flops["checkpointing"])
+    return StepTime(
+        by_phase, spent, round(sum(flops.values())), again, round(moved_bytes), peak_rate(device, precision)
+    )
+
+
+def _work_rows(scaled: Scaled, micro: int, accumulation: int) -> Iterator[tuple[Phase, str, float, float, float, int]]:
+    """Yield rows of phase, dtype, calls, FLOPs, bytes and repetitions."""
+    for (phase, dtype, *lines), count in scaled.distinct.items():
+        calls, flops, moved = (fixed + each * micro for fixed, each in lines)
+        yield phase, dtype, calls, flops, moved, count * (accumulation if phase in PASSES else 1)
+    if accumulation > 1:
+        sums = max(moment.held.get("gradients", 0) for moment in scaled.small.moments)
+        yield "backward", "float32", 1, 0.0, 3.0 * sums, accumulation - 1
 
 
 def peak_rate(device: Device, precision: str) -> float:

@@ -27,14 +27,6 @@ class Scaled:
     large: Trace
     sizes: tuple[int, int]
 
-    @cached_property
-    def aligned(self) -> bool:
-        """True if both traces have the same operators in the same order.
-
-        If they do not, as with a loss in chunks, the peaks of stretches in one module are compared instead.
-        """
-        return _places(self.small.moments) == _places(self.large.moments)
-
     def at(self, micro: int, accumulation: int) -> Trace:
         """Return the trace of a step with micro-batches of ``micro`` samples.
 
@@ -87,6 +79,11 @@ class Scaled:
 
     @cached_property
     def _pairs(self) -> list[tuple[Moment, Moment]]:
+        """The moments of both traces in pairs.
+
+        If the operators of the traces differ, as with a loss in chunks, the peaks of stretches in one module are
+        paired, or else the peaks of the phases.
+        """
         for view in (_all, _by_module, _by_phase):
             one, two = view(self.small.moments), view(self.large.moments)
             if _places(one) == _places(two) or view is _by_phase:

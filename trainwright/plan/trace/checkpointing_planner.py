@@ -214,10 +214,6 @@ class Speed:
         return max(device_s, host_s) if self.overlaps else device_s + host_s
 
 
-CPU = Speed(1e11, 1e10, overlaps=False)
-GPU = Speed(3e14, 2e12, overlaps=True)
-
-
 @dataclass(frozen=True)
 class Level:
     """One level of a block: the outputs that it keeps, their bytes until backward, and the seconds that it adds."""
@@ -313,15 +309,12 @@ class CheckpointingPlanner:
     traced.
     """
 
-    def __init__(
-        self, make: Callable[[torch.device], TracedObjects], trace: TraceFn, speed: Speed | None = None
-    ) -> None:
+    def __init__(self, make: Callable[[torch.device], TracedObjects], trace: TraceFn, speed: Speed) -> None:
         survey = BlockSurvey(make)
         self._make, self._trace = make, trace
         with suppress(ForwardDone):
             trace(survey.make)
         none = trace(make)
-        speed = speed or (CPU if none.device == "cpu" else GPU)
         self._paths = survey.paths
         self._ladders = [levels(block, speed) for block in survey.blocks]
         self._hulls = [hull(ladder) for ladder in self._ladders]

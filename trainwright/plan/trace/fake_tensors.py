@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Literal, Protocol, TypeVar
 
 import torch
@@ -14,7 +14,6 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
     UnsupportedOperatorException,
-    unset_fake_temporarily,
 )
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
@@ -58,8 +57,8 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
 
     The random state is restored, because operators on fake tensors also draw from the generators.
     """
-    own = nn.Module._apply
-    nn.Module._apply = _ModuleApply().apply  # type: ignore[method-assign]
+    original = nn.Module._apply
+    nn.Module._apply = _module_apply()  # type: ignore[method-assign]
     try:
         key = "CUDA" if torch.cuda.is_available() else "PrivateUse1"
         mode = _Mode(allow_non_fake_inputs=True)
@@ -67,7 +66,7 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # copy.deepcopy reads it
             yield mode
     finally:
-        nn.Module._apply = own  # type: ignore[method-assign]
+        nn.Module._apply = original  # type: ignore[method-assign]
 
 
 class _Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
@@ -79,44 +78,35 @@ class _Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
         return self
 
 
-def without_fake_tensors() -> AbstractContextManager[object]:
-    """Enter a context in which new tensors are real again."""
-    return unset_fake_temporarily()
-
-
-class _ModuleApply:
-    """``Module._apply`` for fake tensors; ``Module.to`` and similar methods call it.
+def _module_apply() -> Callable[..., nn.Module]:
+    """Return ``Module._apply`` for fake tensors; ``Module.to`` and similar methods call it.
 
     torch's version swaps the contents of two tensors, which it refuses for fake ones. Here parameters are replaced;
     tied parameters stay tied within one call.
     """
+    replacements: dict[tuple[int, int], tuple[object, nn.Parameter, nn.Parameter]] = {}
 
-    def __init__(self) -> None:
-        self._replacements: dict[tuple[int, int], tuple[object, nn.Parameter, nn.Parameter]] = {}
-        replace_parameter = self.replace_parameter
-
-        def apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-            for child in module.children() if recurse else ():
-                child._apply(fn)  # type: ignore[no-untyped-call]
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    module._parameters[name] = replace_parameter(fn, parameter)
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[name] = fn(buffer)
-            return module
-
-        self.apply = apply
-
-    def replace_parameter(self, fn: Callable[[Tensor], Tensor], parameter: nn.Parameter) -> nn.Parameter:
-        """Return the parameter that replaces ``parameter``; the same one for the same arguments."""
+    def replaced(fn: Callable[[Tensor], Tensor], parameter: nn.Parameter) -> nn.Parameter:
         key = (id(fn), id(parameter))
-        if key not in self._replacements:
+        if key not in replacements:
             with torch.no_grad():
                 changed = fn(parameter)
             new = parameter if changed is parameter else nn.Parameter(changed, parameter.requires_grad)
-            self._replacements[key] = (fn, parameter, new)  # both are kept, so that no other object gets their id
-        return self._replacements[key][2]
+            replacements[key] = (fn, parameter, new)  # both are kept, so that no other object gets their id
+        return replacements[key][2]
+
+    def apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        for child in module.children() if recurse else ():
+            child._apply(fn)  # type: ignore[no-untyped-call]
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = replaced(fn, parameter)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = fn(buffer)
+        return module
+
+    return apply
 
 
 def fake_batch(data: Data, device: torch.device) -> Data:

@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload, OpOverloadPacket
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from trainwright.plan.call_trace import HiddenBytes
 from trainwright.plan.trace import simulated_lstm
-from trainwright.plan.trace.fake_tensors import DeviceName, without_fake_tensors
+from trainwright.plan.trace.fake_tensors import DeviceName
 from trainwright.plan.trace.operator_call import OpArgs, OperatorCall, nbytes, tensors_in
 
 MAX_MEASURED_FLOPS = 2e9
@@ -96,7 +97,7 @@ def _argument(arg: object, count: int | None) -> object:
 @lru_cache(maxsize=1024)
 def _allocations(op: OpOverload, described: ArgumentKey) -> tuple[int, ...] | None:
     """Return the allocations of one real call on zeros, as ``_record_allocations`` does."""
-    with without_fake_tensors(), torch.enable_grad():  # an LSTM makes its workspace only if gradients are enabled
+    with unset_fake_temporarily(), torch.enable_grad():  # an LSTM makes its workspace only if gradients are enabled
         args: list[Any] = [_make_argument(each) for each in described]
         if op._overloadpacket is aten.mkldnn_rnn_layer_backward:
             args[-1] = _workspace(args)
@@ -163,15 +164,8 @@ Rule = Callable[[OperatorCall], HiddenMemory]
 
 def hidden_memory(device: DeviceName, call: OperatorCall) -> HiddenMemory | None:
     """Return the memory of a call that its outputs do not show, or None if no rule covers the operator."""
-    rule = RULES[device].get(call.op._overloadpacket)
-    if rule is None and device == "cuda":
-        rule = CUDA_BY_NAME.get(call.op._schema.name)
+    rule = RULES[device].get(call.op._schema.name)
     return rule(call) if rule is not None else None
-
-
-def hidden_in_every_step(device: DeviceName) -> tuple[HiddenBytes, ...]:
-    """Return the memory that every step on the device holds in addition to its tensors."""
-    return CUDA_STEP_MEMORY if device == "cuda" else ()
 
 
 def _convolution(call: OperatorCall) -> HiddenMemory:
@@ -257,31 +251,27 @@ def _cudnn_lstm(call: OperatorCall) -> HiddenMemory:
     return HiddenMemory(why=why, bound=nbytes(call.result[-1]))
 
 
-CPU: dict[OpOverloadPacket, Rule] = {
-    aten.convolution: _convolution,
-    aten.convolution_backward: _convolution_backward,
-    aten.mkldnn_rnn_layer: _lstm,
-    aten.mkldnn_rnn_layer_backward: _lstm_backward,
-    aten.mean: _mean,
-    **dict.fromkeys((aten.add, aten.sub, aten.mul, aten.div), _promotion),
-    **dict.fromkeys((aten.mm, aten.addmm, aten.bmm, aten.baddbmm), _matmul),
-    **dict.fromkeys(
-        (
-            aten.native_layer_norm,
-            aten.native_layer_norm_backward,
-            aten.native_batch_norm_backward,
-            aten.embedding,
-            aten.embedding_dense_backward,
-        ),
-        _copies,
-    ),
+RULES: dict[DeviceName, dict[str, Rule]] = {
+    "cpu": {
+        "aten::convolution": _convolution,
+        "aten::convolution_backward": _convolution_backward,
+        "aten::mkldnn_rnn_layer": _lstm,
+        "aten::mkldnn_rnn_layer_backward": _lstm_backward,
+        "aten::mean": _mean,
+        **dict.fromkeys(("aten::add", "aten::sub", "aten::mul", "aten::div"), _promotion),
+        **dict.fromkeys(("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"), _matmul),
+        "aten::native_layer_norm": _copies,
+        "aten::native_layer_norm_backward": _copies,
+        "aten::native_batch_norm_backward": _copies,
+        "aten::embedding": _copies,
+        "aten::embedding_dense_backward": _copies,
+    },
+    "cuda": {
+        "aten::convolution": _cudnn_convolution,
+        "aten::convolution_backward": _cudnn_convolution,
+        f"{simulated_lstm.NAMESPACE}::lstm": _cudnn_lstm,
+    },
 }
-CUDA: dict[OpOverloadPacket, Rule] = {
-    aten.convolution: _cudnn_convolution,
-    aten.convolution_backward: _cudnn_convolution,
-}
-CUDA_BY_NAME: dict[str, Rule] = {f"{simulated_lstm.NAMESPACE}::lstm": _cudnn_lstm}
-RULES: dict[DeviceName, dict[OpOverloadPacket, Rule]] = {"cpu": CPU, "cuda": CUDA}
 WHY_CUBLAS = (
     "workspaces of the matrix library, made at its first calls and kept: one for the thread of the forward "
     "pass and one for that of the backward pass (32 MiB each on Hopper, 8 MiB elsewhere), and 1 MiB of cublasLt"

@@ -368,7 +368,7 @@ def _may_have_stages(parts: Parts) -> bool:
 
 def options_of(many: ManyRanks, recipe: Recipe, ranks: int) -> list[Placement]:
     """Return the layouts that a recipe allows and that the engine can train."""
-    zero = (recipe.parallel.zero,)
+    zero = recipe.parallel.zero
     setting = recipe.model.activation_checkpointing
     batch = recipe.batch
     found = []
@@ -378,7 +378,7 @@ def options_of(many: ManyRanks, recipe: Recipe, ranks: int) -> list[Placement]:
             found += [each for each in many.all([degrees], zero) if each.policy in policies]
         else:
             micro = solve_batch(many.size, batch.micro, batch.accumulation, ranks=degrees.data).micro
-            found += [many.place(degrees, zero[0], policy, micro) for policy in policies]
+            found += [many.place(degrees, zero, policy, micro) for policy in policies]
     return found
 
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor
-from torch._ops import OpOverload, OpOverloadPacket
+from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from trainwright.plan.call_trace import Phase, Work
@@ -66,7 +65,6 @@ def nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-aten = torch.ops.aten
 FlopFormula = Callable[..., int]
 """Takes the arguments of an operator and ``out_val``, its result; returns FLOPs."""
 
@@ -103,21 +101,16 @@ def _grouped_product(a: Tensor, b: Tensor, *_args: object, **_kwargs: object) ->
     return 2 * a.shape[-2] * a.shape[-1] * b.shape[-1] * (len(a) if a.dim() == b.dim() == 3 else 1)
 
 
-EXTRA_FORMULAS: dict[OpOverloadPacket, FlopFormula] = {
-    aten._scaled_dot_product_flash_attention_for_cpu: _attention_on_cpu,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_on_cpu_backward,
-    aten._grouped_mm: _grouped_product,
-    aten.mkldnn_rnn_layer: _lstm_on_cpu,
-    aten.mkldnn_rnn_layer_backward: _lstm_on_cpu_backward,
-}
-"""Formulas that torch's table lacks."""
-
-
-EXTRA_FORMULAS_BY_NAME: dict[str, FlopFormula] = {
+EXTRA_FORMULAS: dict[str, FlopFormula] = {
+    "aten::_scaled_dot_product_flash_attention_for_cpu": _attention_on_cpu,
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _attention_on_cpu_backward,
+    "aten::_grouped_mm": _grouped_product,
+    "aten::mkldnn_rnn_layer": _lstm_on_cpu,
+    "aten::mkldnn_rnn_layer_backward": _lstm_on_cpu_backward,
     f"{simulated_lstm.NAMESPACE}::lstm": simulated_lstm.forward_flops,
     f"{simulated_lstm.NAMESPACE}::lstm_backward": simulated_lstm.backward_flops,
 }
-"""Formulas of operators that are registered only when they are needed."""
+"""Formulas that torch's table lacks."""
 
 
 class WorkLog:
@@ -142,7 +135,7 @@ class WorkLog:
         if op not in self._formulas:
             packet = op._overloadpacket
             known = _from_torch(flop_registry[packet]) if packet in flop_registry else None
-            self._formulas[op] = EXTRA_FORMULAS.get(packet) or EXTRA_FORMULAS_BY_NAME.get(op._schema.name) or known
+            self._formulas[op] = EXTRA_FORMULAS.get(op._schema.name, known)
         formula = self._formulas[op]
         return 0 if formula is None else formula(*call.args, **call.kwargs, out_val=call.result)
 

@@ -6,7 +6,7 @@ import logging
 import traceback
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,7 @@ from trainwright.optim.clip import make_clip
 from trainwright.plan.call_trace import KINDS, HiddenBytes, Kind, Moment, Trace
 from trainwright.plan.checkpointing import Checkpointing
 from trainwright.plan.trace.fake_tensors import DeviceName, fake_tensors, forget_casts, simulated_device, use_foreach
-from trainwright.plan.trace.hidden_memory import hidden_in_every_step
+from trainwright.plan.trace.hidden_memory import CUDA_STEP_MEMORY
 from trainwright.plan.trace.tracker import MemoryEvent, TrackedStorage, Tracker
 
 MIB = 2**20
@@ -115,26 +115,6 @@ class CachingAllocator:
                 other.after.before = block
 
 
-def reserved_bytes(
-    before: Iterable[tuple[int, int]], changes: Iterable[tuple[list[int], list[tuple[int, int]]]]
-) -> int:
-    """Return the bytes reserved after a step.
-
-    A storage is (number, bytes). A change is the numbers of the freed storages, then the storages that are made.
-    """
-    allocator, held = CachingAllocator(), {}
-    for number, size in before:
-        held[number] = allocator.allocate(size)
-    for freed, made in changes:
-        for number in freed:
-            if number in held:
-                allocator.release(held.pop(number))
-        for number, size in made:
-            if size:
-                held[number] = allocator.allocate(size)
-    return allocator.reserved
-
-
 WHY_RESERVED = "simulated gaps in the caching allocator's segments; it frees most of them when memory is short"
 
 
@@ -198,10 +178,10 @@ def trace_step(
             tracker.end()
             tracker.move_before("optimizer", _state_tensors(optimizer))
     held = moments(tracker.before, tracker.events)
-    unseen = [*tracker.unseen.values(), *hidden_in_every_step(device)]
+    unseen = [*tracker.unseen.values()]
     if device == "cuda":
-        gaps = reserved(tracker.before, tracker.events) - max(moment.total for moment in held)
-        unseen.append(HiddenBytes("reserved", "", WHY_RESERVED, gaps))
+        gaps = reserved_bytes(tracker.before, tracker.events) - max(moment.total for moment in held)
+        unseen += [*CUDA_STEP_MEMORY, HiddenBytes("reserved", "", WHY_RESERVED, gaps)]
     return Trace(device, held, kept_for_backward(tracker.events), tracker.work.rows(), tuple(unseen))
 
 
@@ -325,10 +305,18 @@ def moments(before: Sequence[TrackedStorage], events: Sequence[MemoryEvent]) -> 
     return tuple(found)
 
 
-def reserved(before: Sequence[TrackedStorage], events: Sequence[MemoryEvent]) -> int:
-    """Return the bytes that CUDA's caching allocator reserves for these events, including gaps."""
-    changes = (([id(one) for one in event.freed], [(id(one), one.num_bytes) for one in event.made]) for event in events)
-    return reserved_bytes(((id(storage), storage.num_bytes) for storage in before), changes)
+def reserved_bytes(before: Sequence[TrackedStorage], events: Sequence[MemoryEvent]) -> int:
+    """Return the bytes that CUDA's caching allocator has reserved after these events, including gaps."""
+    allocator = CachingAllocator()
+    held = {id(storage): allocator.allocate(storage.num_bytes) for storage in before}
+    for event in events:
+        for storage in event.freed:
+            if id(storage) in held:
+                allocator.release(held.pop(id(storage)))
+        for storage in event.made:
+            if storage.num_bytes:
+                held[id(storage)] = allocator.allocate(storage.num_bytes)
+    return allocator.reserved
 
 
 def kept_for_backward(events: Sequence[MemoryEvent]) -> Mapping[str, int]:
