@@ -75,7 +75,9 @@ def make_optimizer(
     if isinstance(name, str) and name in OPTIMIZER_ALIASES:
         name = _of_package(name)
     if isinstance(name, str):
-        lr, weight_decay = _rates(name, lr, weight_decay)
+        require_choice("optimizer", name, OPTIMIZER_NAMES)
+        lr = OPTIMIZERS[name].lr if lr is None else lr
+        weight_decay = OPTIMIZERS[name].weight_decay if weight_decay is None else weight_decay
     shared: GroupSettings = {
         "lr": lr,
         "weight_decay": weight_decay,
@@ -90,7 +92,8 @@ def make_optimizer(
         made = as_one(_call(name, params, {**rate, **arguments}, offload=offload), model)
         _require_decay(made, shared)
         return made
-    _require_known(name, arguments)
+    for found in wrong_args(name, arguments):
+        raise UsageError(found.rule, remedy=found.remedy)
     if offload and (why := why_not_offloaded(name, arguments)):
         raise UsageError(f"{name} cannot be offloaded: {why}", remedy="set offload to false, or choose adamw")
     if name not in MUP_OPTIMIZERS and fan_in_ratios(model):
@@ -125,23 +128,11 @@ def _require_decay(optimizer: Optimizer, shared: GroupSettings) -> None:
                 )
 
 
-def _rates(name: str, lr: float | None, weight_decay: float | None) -> tuple[float | None, float | None]:
-    """Return learning rate and weight decay of a built-in optimizer. Raises UsageError for another name."""
-    require_choice("optimizer", name, OPTIMIZER_NAMES)
-    row = OPTIMIZERS[name]
-    return row.lr if lr is None else lr, row.weight_decay if weight_decay is None else weight_decay
-
-
 def accepted_args(name: str) -> list[str]:
     """Return the names that ``args`` may contain for the optimizer ``name``."""
     row = OPTIMIZERS[name]
     accepted = inspect.signature(import_factory(row.factory)).parameters
     return [*(each for each in accepted if each not in _RESERVED_ARGS), *row.group_args]
-
-
-def _require_known(name: str, args: Mapping[str, object]) -> None:
-    for found in wrong_args(name, args):
-        raise UsageError(found.rule, remedy=found.remedy)
 
 
 def wrong_args(name: str, args: Iterable[str]) -> Iterator[Problem]:

@@ -160,15 +160,12 @@ class Restarts(ConstantSchedule):
 
     def _decay(self, step: int, fraction: float) -> float:
         length, past = self._length(self.cycle), self._since_warmup(step, fraction, self.cycle)
-        if self.mult == 1:
-            count = int(past // length)
-            past -= count * length
-        else:
-            count = 0
-            while past >= length:
-                past = past - length
-                length = length * self.mult
-                count = count + 1
+        count = int(past // length) if self.mult == 1 else 0
+        past -= count * length
+        while past >= length:
+            past -= length
+            length *= self.mult
+            count += 1
         return _half_wave(past / length, max(self.floor, self.decay**count), self.floor)
 
 
@@ -290,15 +287,11 @@ def make_schedule(
     return schedule
 
 
-def accepted_args(name: str) -> list[str]:
-    """Return the names that ``args`` may contain for the schedule ``name``."""
-    fields = inspect.signature(import_factory(SCHEDULES[name].factory)).parameters
-    return [each for each in fields if each not in ("total", "warmup", "floor")]
-
-
 def wrong_args(name: str, args: Iterable[str]) -> list[Problem]:
     """Return the problems of arguments that the schedule ``name`` does not accept."""
-    return unknown_args(f"the schedule {name!r}", "schedule.args", args, accepted_args(name))
+    fields = inspect.signature(import_factory(SCHEDULES[name].factory)).parameters
+    accepted = [each for each in fields if each not in ("total", "warmup", "floor")]
+    return unknown_args(f"the schedule {name!r}", "schedule.args", args, accepted)
 
 
 class SwaSchedule(SteppedSchedule):

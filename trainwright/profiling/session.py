@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 import threading
 import time
@@ -91,8 +92,7 @@ class ProfileSession:
         self._begin_s = now_s
         total_s = sum(seconds for seconds, _ in self._steps)
         if len(self._steps) >= (MIN_STEPS if total_s >= self._for_s else MAX_STEPS) or self._is_slow(total_s):
-            self._sampler.close()
-            self._sampler = None
+            self._close_sampler()
             self._next = self._trace_step
             self._tracer = self._try("trace", lambda: StepTracer(self._roots))
 
@@ -121,11 +121,20 @@ class ProfileSession:
 
     def _count(self) -> None:
         if self._counter is not None:
+            self.parts |= {"work": self._counter.work(), "syncs": self._counter.syncs()}
+        self._close_counter()
+        self._next = self._rest
+
+    def _close_sampler(self) -> None:
+        if self._sampler is not None:
+            self._sampler.close()
+            self._sampler = None
+
+    def _close_counter(self) -> None:
+        if self._counter is not None:
             self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._counter.close()
-            self.parts |= {"work": self._counter.work(), "syncs": self._counter.syncs()}
             self._counter = None
-        self._next = self._rest
 
     def _rest(self) -> None: ...
 
@@ -139,14 +148,9 @@ class ProfileSession:
 
     def close(self) -> None:
         """End the profile, before or after everything was measured. Must be called on the thread of ``mark``."""
-        if self._sampler is not None:
-            self._sampler.close()
-            self._sampler = None
+        self._close_sampler()
         self._read_trace()
-        if self._counter is not None:
-            self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            self._counter.close()
-            self._counter = None
+        self._close_counter()
         self._next = self._rest
 
     def facts(self, *, device: str, precision: str, **known: Any) -> ProfileFacts | None:
@@ -187,9 +191,9 @@ def without_occasional_steps(steps: list[tuple[float, Counter[HostPlace]]]) -> l
 
 def _without_experiments(seconds: float, places: Counter[HostPlace]) -> tuple[float, Counter[HostPlace]]:
     """Leave out the time of experiments on replays, which are frequent early in a run and would bias the profile."""
-    looks_s = sum(each for place, each in places.items() if place.phase == "looks")
-    rest = Counter({place: each for place, each in places.items() if place.phase != "looks"})
-    return max(0.0, seconds - looks_s), rest
+    replaying_s = sum(each for place, each in places.items() if place.phase == "replaying")
+    rest = Counter({place: each for place, each in places.items() if place.phase != "replaying"})
+    return max(0.0, seconds - replaying_s), rest
 
 
 def _has_occasional(places: Counter[HostPlace]) -> bool:
@@ -245,7 +249,7 @@ class StepCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _record_sync(self, name: str, *, on_cpu: bool) -> None:
         place = place_of(sys._getframe(2))
         counts_steps = on_cpu and place.phase == "update"  # torch's optimizers count steps on the host for every device
-        if place.site and not counts_steps and place.phase not in ("data", "evaluation", "saving", "looks"):
+        if place.site and not counts_steps and place.phase not in ("data", "evaluation", "saving", "replaying"):
             self._syncs[name, place.site, place.phase] += 1
 
     def work(self) -> tuple[Work, ...]:
@@ -270,7 +274,6 @@ def _leaves_device(args: OpArgs, result: OpResult) -> bool:
 
 SAMPLE_INTERVAL_S = 0.005
 """Mean seconds between samples. The intervals vary, because a loop may have the same period."""
-_GOLDEN = 0.6180339887498949
 
 
 class HostSampler:
@@ -302,9 +305,8 @@ class HostSampler:
 
     def _sample(self) -> None:
         before_s = time.perf_counter()
-        part = 0.0
-        while not self._ends.wait(SAMPLE_INTERVAL_S * (0.5 + part)):
-            part = (part + _GOLDEN) % 1.0
+        draws = random.Random(0)
+        while not self._ends.wait(SAMPLE_INTERVAL_S * draws.uniform(0.5, 1.5)):
             place = place_of(sys._current_frames().get(self._thread))
             now_s = time.perf_counter()
             with self._lock:

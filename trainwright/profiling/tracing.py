@@ -6,8 +6,9 @@ import os
 import site
 import sysconfig
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from types import CodeType, FrameType
@@ -45,10 +46,10 @@ _FILES = {
     f"{_PACKAGE}monitoring/saving.py": "saving",
     f"{_PACKAGE}recorder/": "looking",
     f"{_PACKAGE}watching/": "looking",
-    f"{_PACKAGE}watching/experiments.py": "looks",
-    f"{_PACKAGE}watching/findings.py": "looks",
-    f"{_PACKAGE}replay/": "looks",
-    f"{_PACKAGE}doctor/": "looks",
+    f"{_PACKAGE}watching/experiments.py": "replaying",
+    f"{_PACKAGE}watching/findings.py": "replaying",
+    f"{_PACKAGE}replay/": "replaying",
+    f"{_PACKAGE}doctor/": "replaying",
     f"{_PACKAGE}adapters/": "looking",
     f"{_TORCH}utils/data/dataloader.py:__next__": "data",
     f"{_TORCH}serialization.py:save": "saving",
@@ -61,11 +62,9 @@ _FILES = {
     f"{_TORCH}nn/modules/module.py:_call_impl": "forward",
     f"{_TORCH}nn/functional.py": "forward",
 }
-"""The phase of code by its folder, file or function. ``looks`` are experiments on replays, which a profile omits."""
-_INNERMOST = ("looks", "looking", "exchange")
+"""The phase of code by its folder, file or function. ``replaying`` is left out of a profile: experiments on replays."""
+_INNERMOST = ("replaying", "looking", "exchange")
 """Phases that apply even within another phase: hooks of the recorder run inside of the forward pass."""
-_phases: dict[CodeType, str | None] = {}
-_is_user: dict[CodeType, bool] = {}
 
 
 class HostPlace(NamedTuple):
@@ -85,49 +84,46 @@ def place_of(frame: FrameType | None) -> HostPlace:
     The outermost phase applies: a dataset may use modules, and activation checkpointing runs them again in the backward
     pass. Exceptions are the forward pass, which may contain any other phase, and ``_INNERMOST``.
 
-    The label and the site are of the user's innermost frame; empty if Trainwright was called there. Trainwright's
-    ``__torch_function__`` is skipped, because the operators that it calls are the user's.
+    The label and the site are of the user's innermost frame; empty if a frame of Trainwright is further in.
+    Trainwright's ``__torch_function__`` is skipped, because the operators that it calls are the user's.
     """
     found = ""
     label = ""
-    own = ""
+    site = ""
     inner = ""
-    is_ours = False
+    in_package = False
     while frame is not None:
         code = frame.f_code
         if code.co_name == "__torch_function__" and code.co_filename.startswith(_PACKAGE):
             frame = frame.f_back
             continue
         phase = _phase_of_code(code)
-        is_ours = is_ours or code.co_filename.startswith(_PACKAGE)
-        if not own and not is_ours and _is_user_code(code):
-            own, label = f"{Path(code.co_filename).name}:{frame.f_lineno}", code.co_qualname
+        in_package = in_package or code.co_filename.startswith(_PACKAGE)
+        if not site and not in_package and _is_user_code(code):
+            site, label = f"{Path(code.co_filename).name}:{frame.f_lineno}", code.co_qualname
         if code.co_name == "observe" and frame.f_back is not None and frame.f_back.f_code.co_filename == _LOOP:
             owner = frame.f_locals.get(code.co_varnames[0])
             owner = getattr(owner, "function", owner)
-            return HostPlace(inner or "looking", getattr(owner, "__name__", type(owner).__name__), own)
+            return HostPlace(inner or "looking", getattr(owner, "__name__", type(owner).__name__), site)
         if phase in _INNERMOST:
             inner = inner or phase
         if phase and (phase != "forward" or not found):
             found = phase
         frame = frame.f_back
-    return HostPlace(found if found in ("data", "saving", "evaluation") else inner or found or "loop", label, own)
+    return HostPlace(found if found in ("data", "saving", "evaluation") else inner or found or "loop", label, site)
 
 
+@cache
 def _phase_of_code(code: CodeType) -> str | None:
-    if code not in _phases:
-        path = code.co_filename
-        folders = (path[: index + 1] for index, letter in enumerate(path) if letter == "/")
-        keys = (f"{path}:{code.co_name}", path, *folders)
-        _phases[code] = next((_FILES[key] for key in keys if key in _FILES), None)
-    return _phases[code]
+    path = code.co_filename
+    folders = (path[: index + 1] for index, letter in enumerate(path) if letter == "/")
+    keys = (f"{path}:{code.co_name}", path, *folders)
+    return next((_FILES[key] for key in keys if key in _FILES), None)
 
 
+@cache
 def _is_user_code(code: CodeType) -> bool:
-    if code not in _is_user:
-        path = code.co_filename
-        _is_user[code] = not path.startswith(("<frozen", _PACKAGE, _TORCH, *_LIBRARIES))
-    return _is_user[code]
+    return not code.co_filename.startswith(("<frozen", _PACKAGE, _TORCH, *_LIBRARIES))
 
 
 MODULE_PREFIX = "module: "
@@ -259,34 +255,30 @@ class TracedSteps:
         return float(busy / whole)
 
 
-def _phase_of(event: Any) -> str:
+def _with_callers(event: Any) -> Iterator[Any]:
     while event is not None:
-        for beginning, phase in (
-            (_BACKWARD, "backward"),
-            (_UPDATE, "update"),
-            (_DATA, "data"),
-            (MODULE_PREFIX, "forward"),
-        ):
-            if event.name.startswith(beginning):
-                return phase
+        yield event
         event = event.cpu_parent
+
+
+def _phase_of(event: Any) -> str:
+    prefixes = {_BACKWARD: "backward", _UPDATE: "update", _DATA: "data", MODULE_PREFIX: "forward"}
+    for each in _with_callers(event):
+        for prefix, phase in prefixes.items():
+            if each.name.startswith(prefix):
+                return phase
     return "loop"
 
 
 def _module_of(event: Any) -> str | None:
-    while event is not None:
-        if event.name.startswith(MODULE_PREFIX):
-            return str(event.name.removeprefix(MODULE_PREFIX))
-        event = event.cpu_parent
-    return None
+    names = (each.name for each in _with_callers(event) if each.name.startswith(MODULE_PREFIX))
+    path: str | None = next((name.removeprefix(MODULE_PREFIX) for name in names), None)
+    return path
 
 
 def _number_in_backward(event: Any) -> int:
-    while event is not None:
-        if event.name.startswith(_BACKWARD):
-            return int(event.sequence_nr)
-        event = event.cpu_parent
-    return -1
+    numbers = (int(each.sequence_nr) for each in _with_callers(event) if each.name.startswith(_BACKWARD))
+    return next(numbers, -1)
 
 
 def _peaks(curve: list[int]) -> tuple[int, ...]:

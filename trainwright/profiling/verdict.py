@@ -100,6 +100,13 @@ class ProfileFacts:
 
 
 Bound = Literal["input", "communication", "overhead", "own code", "launch", "memory-bandwidth", "compute"]
+WAITS: Mapping[str, tuple[str, ...]] = {
+    "input": ("data",),
+    "communication": ("exchange",),
+    "overhead": ("saving", "looking", "evaluation"),
+    "own code": ("loop",),
+}
+"""The phases of each bottleneck other than the computation."""
 MIN_REPORTED_FRACTION = 0.05
 """Minimum fraction of a step that is reported. Smaller ones are within the noise of a machine with two cores."""
 MIN_BOTTLENECK_FRACTION = 0.25
@@ -145,12 +152,7 @@ class BoundVerdict:
 def judge(facts: ProfileFacts, device: Device) -> BoundVerdict:
     """Return the verdict on a profile that was measured on ``device``."""
     spent = _time_by_resource(facts, device)
-    waits = {
-        "input": facts.share("data"),
-        "communication": facts.share("exchange"),
-        "overhead": facts.share("saving", "looking", "evaluation"),
-        "own code": facts.share("loop"),
-    }
+    waits = {name: facts.share(*phases) for name, phases in WAITS.items()}
     main = max(waits, key=lambda name: waits[name])
     of_compute = _compute_bound(facts, spent)
     # Launch-bound computation can be made faster, too. Then a wait must take as long to count as the bottleneck.
@@ -198,22 +200,18 @@ def _compute_bound(facts: ProfileFacts, spent: Mapping[str, float]) -> Bound:
 
 
 def _headline(bound: Bound, facts: ProfileFacts) -> str:
-    percent = {
-        "input": facts.share("data"),
-        "communication": facts.share("exchange"),
-        "own code": facts.share("loop"),
-    }
     match bound:
         case "input":
-            return f"input-bound: {percent[bound]:.0%} of a step waits for data, {_readers(facts)}"
+            return f"input-bound: {facts.share('data'):.0%} of a step waits for data, {_readers(facts)}"
         case "communication":
-            return f"communication-bound: {percent[bound]:.0%} of a step exchanges with other ranks"
+            return f"communication-bound: {facts.share('exchange'):.0%} of a step exchanges with other ranks"
         case "overhead":
             saving, looking = facts.share("saving"), facts.share("looking", "evaluation")
             what = "saves checkpoints" if saving >= looking else f"runs observers ({_slowest_observer(facts)})"
             return f"bound by overhead: {max(saving, looking):.0%} of a step {what}"
         case "own code":
-            return f"bound by code of the loop: {percent[bound]:.0%} of a step runs beside the model and the optimizer"
+            loop = f"{facts.share('loop'):.0%}"
+            return f"bound by code of the loop: {loop} of a step runs beside the model and the optimizer"
         case "launch":
             each = human_seconds(facts.compute_s / max(1, _calls(facts)))
             return f"launch-bound: {_calls(facts):,} operators a step, {each} each: too small to keep the device busy"
@@ -259,16 +257,8 @@ def _evidence(
         yield f"host sync: {sync.op} at {sync.site}, {sync.calls} a step, in {sync.phase} ({cost})"
 
 
-_PHASES_OF: Mapping[str, tuple[str, ...]] = {
-    "input": ("data",),
-    "communication": ("exchange",),
-    "overhead": ("saving", "looking", "evaluation"),
-    "own code": ("loop",),
-}
-
-
 def _hottest(facts: ProfileFacts, named: set[str]) -> list[Hot]:
-    phases = {phase for name in named for phase in _PHASES_OF.get(name, ())}
+    phases = {phase for name in named for phase in WAITS.get(name, ())}
     found = [hot for hot in facts.hot if hot.phase in phases and hot.seconds >= MIN_REPORTED_FRACTION * facts.step_s]
     return sorted(found, key=lambda hot: -hot.seconds)[:6]
 
