@@ -46,7 +46,7 @@ class GraphPicture:
 
     def to_json(self) -> dict[str, object]:
         """Return the object that ``--json`` prints. Only ``folded`` has equal blocks as one."""
-        return {"headline": asdict(self.headline), "folded": self.folded.to_json(), **self.profile.to_json()}
+        return {"headline": asdict(self.headline), "folded": asdict(self.folded), **self.profile.to_json()}
 
 
 def draw_graph(loaded: Loaded, *, depth: int | None = None) -> GraphPicture:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from typing import Literal
@@ -101,32 +101,24 @@ class GraphProfile:
         """Bytes of activations that are kept for the backward pass."""
         return sum(self.fresh_bytes)
 
-    def below(self, path: str) -> list[int]:
-        """Return the positions of the nodes that a module and its submodules made."""
-        return [index for index, node in enumerate(self.nodes) if within(node.module, path)]
-
     def freed_bytes(self, module: ModuleProfile) -> int:
         """Return the bytes that activation checkpointing of this module frees: all that it keeps except its inputs.
 
         Storages that other nodes also keep are not freed. The result is negative if only checkpointing would keep its
         input.
         """
-        inside, outside = self._keepers(module.path)
-        inputs = {saved.storage: saved.bytes for saved in module.inputs if saved.role == "activations"}
-        freed = sum(size for storage, size in inside.items() if storage not in inputs and storage not in outside)
-        kept_for_it = (size for storage, size in inputs.items() if storage not in inside and storage not in outside)
-        return freed - sum(kept_for_it)
-
-    def _keepers(self, path: str) -> tuple[dict[int, int], set[int]]:
         inside: dict[int, int] = {}
         outside: set[int] = set()
         for node in self.nodes:
             kept = {saved.storage: saved.bytes for saved in node.saved if saved.role == "activations"}
-            if within(node.module, path):
+            if within(node.module, module.path):
                 inside |= kept
             else:
                 outside |= set(kept)
-        return inside, outside
+        inputs = {saved.storage: saved.bytes for saved in module.inputs if saved.role == "activations"}
+        freed = sum(size for storage, size in inside.items() if storage not in inputs and storage not in outside)
+        kept_for_it = (size for storage, size in inputs.items() if storage not in inside and storage not in outside)
+        return freed - sum(kept_for_it)
 
     def with_trace(self, trace: Trace) -> GraphProfile:
         """Return the profile with the FLOPs of one forward and backward pass, and with ``elsewhere_bytes``."""
@@ -231,10 +223,6 @@ class Folded:
     depth: int
     rows: tuple[ModuleRow, ...]
     runs: tuple[NodeRun, ...]
-
-    def to_json(self) -> dict[str, object]:
-        """Return rows and runs as plain data."""
-        return {"depth": self.depth, "rows": [asdict(row) for row in self.rows], "runs": [asdict(r) for r in self.runs]}
 
 
 def fold(profile: GraphProfile, depth: int | None = None) -> Folded:
@@ -350,22 +338,16 @@ class _Stretch:
 
 def _runs(profile: GraphProfile, names: dict[str, str], depth: int) -> tuple[NodeRun, ...]:
     """Fold the stretches of equal blocks, with the edges between them. Gradient accumulators are left out."""
-    stretches = list(_stretches(profile, names, depth))
-    numbers: dict[tuple[str, int], int] = {}
-    for stretch in stretches:
-        numbers.setdefault((stretch.name, stretch.turn), len(numbers))
-    home = {index: place for place, stretch in enumerate(stretches) for index in stretch.nodes}
-    number_of = [numbers[stretch.name, stretch.turn] for stretch in stretches]
-    places_of: list[list[int]] = [[] for _ in numbers]
-    for place, number in enumerate(number_of):
-        places_of[number].append(place)
+    groups: dict[tuple[str, int], list[_Stretch]] = {}
+    for stretch in _stretches(profile, names, depth):
+        groups.setdefault((stretch.name, stretch.turn), []).append(stretch)
+    number = {key: position for position, key in enumerate(groups)}
+    home = {index: stretch for equal in groups.values() for stretch in equal for index in stretch.nodes}
     found = []
-    for places in places_of:
-        edges = (
-            (place, home.get(i)) for place in places for j in stretches[place].nodes for i in profile.nodes[j].inputs
-        )
-        behind = {number_of[to] for place, to in edges if to is not None and to != place}
-        found.append(_run(profile, [stretches[place] for place in places], tuple(sorted(behind))))
+    for equal in groups.values():
+        edges = ((each, home.get(i)) for each in equal for node in each.nodes for i in profile.nodes[node].inputs)
+        behind = {number[to.name, to.turn] for each, to in edges if to is not None and to is not each}
+        found.append(_run(profile, equal, tuple(sorted(behind))))
     return tuple(found)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 from torch import Tensor
 
@@ -13,12 +13,14 @@ from trainwright.engine.chunked import CHUNK_BYTES_ELSEWHERE
 from trainwright.engine.precision import PrecisionName
 from trainwright.errors import UsageError
 from trainwright.plan.batch import solve_batch
+from trainwright.plan.call_trace import Trace
 from trainwright.plan.devices import Device
 from trainwright.plan.duration import Pace, extent
 from trainwright.plan.layout import Layout, Option, weigh
 from trainwright.plan.scale import Scaled
 from trainwright.plan.trace.blueprint import Blueprint, make_blueprint
 from trainwright.plan.trace.layouts import LayoutSurvey
+from trainwright.plan.trace.operator_call import tensors_in
 from trainwright.recipe import Loaded, Lora, Recipe
 
 Method = Literal["full", "LoRA", "QLoRA"]
@@ -163,7 +165,7 @@ def _settings(method: Method, loaded: Loaded) -> Iterator[str]:
         yield f"model.lora.quantize={'nf4' if method == 'QLoRA' else 'none'}"
 
 
-def _trace(blueprint: Blueprint, device: Device, tokens: int, *, chunked: bool) -> Any:
+def _trace(blueprint: Blueprint, device: Device, tokens: int, *, chunked: bool) -> Trace:
     sample = _resized(blueprint.sample, tokens)
     survey = LayoutSurvey(replace(blueprint, sample=sample), device, precision_on(device))
     return survey.trace(1, chunked=chunked, checkpointing=survey.checkpointing("block") if survey.blocks else None)
@@ -171,15 +173,8 @@ def _trace(blueprint: Blueprint, device: Device, tokens: int, *, chunked: bool) 
 
 def _length(sample: object) -> int | None:
     """Return the number of tokens of a sample; None if it is not a sequence of tokens."""
-    first = next((each for each in _tensors(sample) if each.dim() == 1 and not each.is_floating_point()), None)
+    first = next((each for each in tensors_in((sample,)) if each.dim() == 1 and not each.is_floating_point()), None)
     return None if first is None else len(first)
-
-
-def _tensors(sample: object) -> Iterator[Tensor]:
-    values = (
-        sample.values() if isinstance(sample, Mapping) else sample if isinstance(sample, tuple | list) else [sample]
-    )
-    yield from (each for each in values if isinstance(each, Tensor))
 
 
 def _resized(sample: object, tokens: int) -> object:

@@ -44,6 +44,7 @@ from trainwright.plan.splits import ModelShape, require_fitting
 from trainwright.plan.trace.blueprint import Blueprint, make_blueprint
 from trainwright.plan.trace.fake_tensors import fake_tensors
 from trainwright.plan.trace.layouts import POLICIES, LayoutSurvey
+from trainwright.plan.trace.operator_call import tensors_in
 from trainwright.plan.trace.run_forecast import precision_on
 from trainwright.plan.traffic import Activations
 from trainwright.plan.units import Unit, Weight, Weights
@@ -314,28 +315,18 @@ def _above(name: str) -> Iterable[str]:
 
 
 def _record_output(name: str, sizes: Sizes, _module: nn.Module, _inputs: object, output: object) -> None:
-    sizes.setdefault(name, []).append(next((each.nbytes for each in _tensors(output)), 0))
+    sizes.setdefault(name, []).append(next((each.nbytes for each in tensors_in((output,))), 0))
 
 
 def _record_input(name: str, sizes: Sizes, _module: nn.Module, inputs: object) -> None:
     """Record the size of the input; its gradient has the same size."""
-    sizes.setdefault(name, []).append(next((each.nbytes for each in _tensors(inputs)), 0))
+    sizes.setdefault(name, []).append(next((each.nbytes for each in tensors_in((inputs,))), 0))
 
 
 def _gather(name: str, sizes: Sizes, ranks: int, _module: nn.Module, _inputs: object, output: Tensor) -> Tensor:
     whole = torch.cat([output] * ranks, -1)
     sizes.setdefault(name, []).append(whole.nbytes)
     return whole
-
-
-def _tensors(value: object) -> Iterable[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for each in value:
-            yield from _tensors(each)
-    elif isinstance(value, Mapping):
-        yield from _tensors(list(value.values()))
 
 
 def spread(

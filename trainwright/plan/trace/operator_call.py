@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeAlias
@@ -52,12 +52,14 @@ class OperatorCall:
 
 
 def tensors_in(values: Iterable[object]) -> Iterator[Tensor]:
-    """Yield the tensors among arguments or results, including those in lists (the arguments of ``_foreach_*``)."""
+    """Yield the tensors among values, including those in lists, tuples and mappings."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, list | tuple):
             yield from tensors_in(value)
+        elif isinstance(value, Mapping):
+            yield from tensors_in(value.values())
 
 
 def nbytes(tensor: Tensor) -> int:

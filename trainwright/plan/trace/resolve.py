@@ -17,7 +17,7 @@ from trainwright.plan.amounts import human_bytes
 from trainwright.plan.batch import solve_batch
 from trainwright.plan.checkpointing import Checkpointing, describe
 from trainwright.plan.devices import Device
-from trainwright.plan.layout import Choice, Layout, Option, choose, micro_sizes, offload_layouts
+from trainwright.plan.layout import Choice, Layout, Option, choose, micro_sizes
 from trainwright.plan.make import Note
 from trainwright.plan.parallel import AXES, solve_layout
 from trainwright.plan.trace.blueprint import Blueprint, make_blueprint
@@ -98,7 +98,7 @@ def resolve(loaded: Loaded, device: Device, *, parts: Parts | None = None, ranks
         why = "the device's memory is the host's"
         return Resolved(_with_decisions(loaded, offload=False), None, (Note("optimizer offload", "no", why),))
     blueprint, setting = make_blueprint(loaded, parts), recipe.model.activation_checkpointing
-    may_offload = can_offload(loaded, device) and not on_cpu
+    movable = device if can_offload(loaded, device) and not on_cpu else None
     shares = solve_layout(recipe, ranks).data if ranks > 1 else 1
     batch = solve_batch(recipe.batch.size, recipe.batch.micro, recipe.batch.accumulation, ranks=shares)
     budget = device if setting in (*POLICIES, "auto") else with_budget(device, parse_bytes(setting))
@@ -108,8 +108,7 @@ def resolve(loaded: Loaded, device: Device, *, parts: Parts | None = None, ranks
     size, policies = -(-batch.size // shares), (setting,) if setting in POLICIES else POLICIES
 
     def chosen(layouts: Sequence[Layout]) -> Choice:
-        moved = offload_layouts(layouts, device) if may_offload else []
-        return choose(with_offload(recipe, layouts, moved, by_default=False), budget, size, micro=fixed)
+        return choose(with_offload(recipe, layouts, movable, by_default=False), budget, size, micro=fixed)
 
     choice = chosen(survey.layouts(policies, micro_sizes(size) if fixed is None else [fixed]))
     if not choice.fits and not choice.best.layout.chunked and may_chunk(blueprint):

@@ -5,8 +5,8 @@ The peaks of remedies are arithmetic on the trace of the layout with the lowest 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
 from typing import Literal, cast
@@ -88,65 +88,42 @@ class PeakMemory:
 
 def remedies(held: PeakMemory, device: Device) -> tuple[Remedy, ...]:
     """Return all changes that save memory: first those that fit, and remedies on this device before more devices."""
-    found = [*_optimizers(held, device), *_lora(held, device), *_eight_bit(held, device)]
-    found += [*_offload(held, device), *_sharding(held, device)]
-    return tuple(sorted(found, key=lambda remedy: (not remedy.fits, remedy.means == "devices")))
+    return tuple(sorted(_remedies(held, device), key=lambda remedy: (not remedy.fits, remedy.means == "devices")))
 
 
-def _make(device: Device, name: str, means: Means, settings: tuple[str, ...], peak_bytes: int, why: str) -> Remedy:
-    return Remedy(name, means, settings, peak_bytes, peak_bytes <= device.usable_bytes, why)
+def _remedies(held: PeakMemory, device: Device) -> Iterator[Remedy]:
+    def remedy(name: str, settings: tuple[str, ...], peak_bytes: int, why: str, means: Means = "here") -> Remedy:
+        return Remedy(name, means, settings, peak_bytes, peak_bytes <= device.usable_bytes, why)
 
-
-def _optimizers(held: PeakMemory, device: Device) -> list[Remedy]:
-    if held.optimizer in ("adafactor", "sgd") or not held.kinds.get("optimizer", 0):
-        return []
-    grads = held.kinds.get("gradients", 0)  # an update that may be skipped needs a copy of the gradients
-    left = max(held.without("optimizer"), held.kinds.get("weights", 0) + 2 * grads)
-    why = "its second moment is factored, so it keeps next to nothing; another optimizer: its lr must be tuned again"
-    return [_make(device, "Adafactor", "here", ("optimizer.use=adafactor", "optimizer.args={}"), left, why)]
-
-
-def _lora(held: PeakMemory, device: Device) -> list[Remedy]:
-    if held.has_lora or held.trainable < held.parameters // 2:
-        return []
-    left = held.without("optimizer", "gradients") - held.kept_casts
-    why = "adapters are trained, the weights stay unchanged (in fp32): right for a pretrained model, not for a new one"
-    return [_make(device, "LoRA", "here", ("model.lora={rank: 8}",), left, why)]
-
-
-def _eight_bit(held: PeakMemory, device: Device) -> list[Remedy]:
-    moments = held.kinds.get("optimizer", 0)
-    if held.optimizer not in ("adam", "adamw") or not moments:
-        return []
-    why = "AdamW with blockwise 8-bit moments (arXiv:2110.02861), by torchao"
-    return [
-        _make(device, "8-bit moments", "here", ("optimizer.use=adamw8bit",), held.peak_bytes - moments * 3 // 4, why)
-    ]
-
-
-def _offload(held: PeakMemory, device: Device) -> list[Remedy]:
-    moved = held.offload
-    if moved is None:
-        return []
-    host, more = human_bytes(moved.host_bytes), human_seconds(moved.step_s)
-    why = f"moments and update in the host's memory, of which it takes {host}; a step takes {more} more"
-    left, settings = held.peak_bytes - moved.state_bytes, ("optimizer.offload=true",)
-    if moved.lacks_room(device):
-        why = f"{why}; {human_bytes(device.host_memory_bytes)} are free there"
-        return [Remedy("optimizer offload", "here", settings, left, False, why)]
-    return [_make(device, "optimizer offload", "here", settings, left, why)]
-
-
-def _sharding(held: PeakMemory, device: Device) -> list[Remedy]:
-    shared = sum(held.kinds.get(kind, 0) for kind in ("weights", "gradients", "optimizer"))
+    weights, grads, state = (held.kinds.get(kind, 0) for kind in ("weights", "gradients", "optimizer"))
+    if state and held.optimizer not in ("adafactor", "sgd"):
+        left = max(held.without("optimizer"), weights + 2 * grads)  # a guarded update copies the gradients
+        why = "its second moment is factored, so it keeps next to nothing; another optimizer: tune its lr again"
+        yield remedy("Adafactor", ("optimizer.use=adafactor", "optimizer.args={}"), left, why)
+    if not held.has_lora and held.trainable >= held.parameters // 2:
+        left = held.without("optimizer", "gradients") - held.kept_casts
+        why = "adapters are trained, the fp32 weights stay unchanged: for a pretrained model, not for a new one"
+        yield remedy("LoRA", ("model.lora={rank: 8}",), left, why)
+    if state and held.optimizer in ("adam", "adamw"):
+        why = "AdamW with blockwise 8-bit moments (arXiv:2110.02861), by torchao"
+        yield remedy("8-bit moments", ("optimizer.use=adamw8bit",), held.peak_bytes - state * 3 // 4, why)
+    if (moved := held.offload) is not None:
+        host, more = human_bytes(moved.host_bytes), human_seconds(moved.step_s)
+        why = f"moments and update in the host's memory, of which it takes {host}; a step takes {more} more"
+        left = held.peak_bytes - moved.state_bytes
+        offload = remedy("optimizer offload", ("optimizer.offload=true",), left, why)
+        if moved.lacks_room(device):
+            why = f"{why}; {human_bytes(device.host_memory_bytes)} are free there"
+            offload = replace(offload, fits=False, why=why)
+        yield offload
+    shared = weights + grads + state
     rest = held.peak_bytes - shared  # includes autocast's copies of the weights, which are not sharded
     room = device.usable_bytes - rest
-    if device.kind == "cpu" or room <= 0 or not shared:
-        return []
-    count = max(2, ceil(shared / room))
-    left = rest + shared // count
-    why = "each holds its shard of weights, gradients and moments; the plan with --ranks says more"
-    return [_make(device, f"sharding over {count} such devices", "devices", (f"parallel.shard={count}",), left, why)]
+    if device.kind != "cpu" and room > 0 and shared:
+        count = max(2, ceil(shared / room))
+        why = "each holds its shard of weights, gradients and moments; the plan with --ranks says more"
+        settings = (f"parallel.shard={count}",)
+        yield remedy(f"sharding over {count} such devices", settings, rest + shared // count, why, "devices")
 
 
 @dataclass(frozen=True)
@@ -180,19 +157,17 @@ def forecast(loaded: Loaded, device: Device, *, parts: Parts | None = None) -> F
     Raises RecipeError for what cannot be built, UsageError for a model whose step cannot be traced.
     """
     recipe, blueprint = loaded.recipe, make_blueprint(loaded, parts)
-    may_offload = can_offload(loaded, device)
     batch = solve_batch(recipe.batch.size, recipe.batch.micro, recipe.batch.accumulation)
     survey = LayoutSurvey(blueprint, device, precision_on(recipe, device))
     setting = recipe.model.activation_checkpointing
     layouts = survey.layouts(POLICIES, [*micro_sizes(batch.size), batch.micro])
-    moved = offload_layouts(layouts, device) if may_offload else []
+    movable = device if can_offload(loaded, device) else None
     budget = device if setting in (*POLICIES, "auto") else with_budget(device, parse_bytes(setting))
-    choice = choose(with_offload(recipe, layouts, moved, by_default=True), budget, batch.size)
+    choice = choose(with_offload(recipe, layouts, movable, by_default=True), budget, batch.size)
     if not choice.fits and not choice.best.layout.chunked and may_chunk(blueprint):
         in_chunks = survey.layouts_of(POLICIES, chunked=True)
-        also_moved = offload_layouts(in_chunks, device) if may_offload else []
-        choice = choose(with_offload(recipe, in_chunks, also_moved, by_default=True), budget, batch.size)
-    allowed = with_offload(recipe, layouts, moved, by_default=False)
+        choice = choose(with_offload(recipe, in_chunks, movable, by_default=True), budget, batch.size)
+    allowed = with_offload(recipe, layouts, movable, by_default=False)
     fixed = [layout for layout in allowed if layout.is_of(batch.micro)]
     policies = [layout.checkpointing for layout in fixed]
     policy = next((each for each in (setting, choice.best.layout.checkpointing) if each in policies), policies[-1])
@@ -245,13 +220,12 @@ def can_offload(loaded: Loaded, device: Device) -> bool:
     return not why and device.kind != "cpu"
 
 
-def with_offload(
-    recipe: Recipe, layouts: Sequence[Layout], moved: Sequence[Layout], *, by_default: bool
-) -> list[Layout]:
-    """Return the layouts that ``optimizer.offload`` of the recipe allows; ``moved`` are the layouts with offload.
+def with_offload(recipe: Recipe, layouts: Sequence[Layout], device: Device | None, *, by_default: bool) -> list[Layout]:
+    """Return the layouts that ``optimizer.offload`` of the recipe allows on a device; None: no offload is possible.
 
     ``by_default``: offload is also allowed if the recipe does not mention it.
     """
+    moved = [] if device is None else offload_layouts(layouts, device)
     setting = recipe.optimizer.offload
     if setting is True and moved:
         return list(moved)
