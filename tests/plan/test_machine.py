@@ -14,9 +14,8 @@ import pytest
 from trainwright.plan.machine import (
     Limits,
     parse_cache_bytes,
-    parse_cfs_quota,
     parse_cgroup_paths,
-    parse_cpu_max,
+    parse_cpu_quota,
     parse_cpuinfo,
     parse_memory_limit,
     read_gpus,
@@ -68,10 +67,7 @@ def test_cgroup_texts() -> None:
     paths = parse_cgroup_paths(V1)
     assert (paths["cpu"], paths["memory"], paths[""]) == ("/docker/abc", "/docker/abc", "/system.slice/docker.service")
     assert parse_cgroup_paths("0::/user.slice/a:b.scope\n") == {"": "/user.slice/a:b.scope"}
-    assert parse_cpu_max("150000 100000\n") == 1.5
-    assert parse_cpu_max("max 100000\n") == math.inf
-    assert parse_cfs_quota("400000\n", "100000\n") == 4.0
-    assert parse_cfs_quota("-1\n", "100000\n") == math.inf
+    assert parse_cpu_quota("max", "100000") == parse_cpu_quota("-1", "100000\n") == math.inf
     assert parse_memory_limit("8589934592\n") == 8 * GIB
     assert parse_memory_limit("max\n") == math.inf
     assert parse_memory_limit("9223372036854771712\n") == math.inf

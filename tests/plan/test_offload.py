@@ -61,7 +61,7 @@ def test_the_hosts_memory_is_looked_at_where_it_is_known() -> None:
     layouts = offload_layouts([BLOCK], poor)
     choice = choose(layouts, poor, 64, micro=1)
     assert not choice.fits
-    assert "where 26 GiB are free" in choice.notes[-1].why
+    assert "of which 26 GiB are free" in choice.notes[-1].why
     assert choose(layouts, replace(poor, host_memory_bytes=27 * GIB), 64, micro=1).fits
 
 

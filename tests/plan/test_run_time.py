@@ -98,7 +98,7 @@ def test_the_whole_set_is_left_out_where_there_is_no_time_for_it() -> None:
     assert not skips_full_evaluation(with_cadence(plan, evaluate_batches=0), cost, 900.0), "it is evaluated each time"
     without = with_cadence(plan, evaluates_whole=False)
     assert predicted_seconds(without, cost, used=0.0)["evaluation at the end"] == pytest.approx(0.25)
-    assert "whole set at the end" in evaluation_note(plan, cost).why
+    assert "full set at the end" in evaluation_note(plan, cost).why
     assert "at the end" not in evaluation_note(without, cost).why
 
 

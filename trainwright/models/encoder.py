@@ -5,11 +5,16 @@ Shapes: B batch, T positions, D d_model, H heads, K head width (D / H), F hidden
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+if TYPE_CHECKING:
+    from trainwright.models.bert import BERTConfig
+    from trainwright.models.vit import ViTConfig
+
+EncoderOptions: TypeAlias = "BERTConfig | ViTConfig"
 INIT_STD = 0.02
 TENSOR_PLAN = {
     "blocks.*.attention.query": "column",
@@ -20,24 +25,6 @@ TENSOR_PLAN = {
     "blocks.*.mlp.down": "row",
 }
 """How tensor parallelism divides the layers; the styles are those of ``parallel.plan`` in a recipe."""
-
-
-class EncoderOptions(Protocol):
-    """The options of a model that its layers need."""
-
-    @property
-    def d_model(self) -> int: ...
-    @property
-    def heads(self) -> int: ...
-    @property
-    def hidden(self) -> int:
-        """F; 0: 4 D."""
-        ...
-
-    @property
-    def dropout(self) -> float: ...
-    @property
-    def norm_eps(self) -> float: ...
 
 
 class SelfAttention(nn.Module):

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 from trainwright.checkpoint.chained_optimizer import parts_of
 from trainwright.checkpoint.codec import StateDict
 from trainwright.errors import UsageError, text_of
-from trainwright.optim.user_optimizers import takes_first
+from trainwright.optim.user_optimizers import name_of, takes_first
 
 ScheduleFn = Callable[[int, float], float | None]
 RATE_NAMES = ("lr", "initial_lr", "momentum", "betas")
@@ -194,7 +194,7 @@ def _schedulers(given: object) -> list[LRScheduler] | None:
 
 
 def _made(factory: Callable[..., object], optimizer: Optimizer) -> list[LRScheduler]:
-    name = getattr(factory, "__name__", None) or getattr(getattr(factory, "func", None), "__name__", "the schedule")
+    name = name_of(factory)
     try:
         made = factory(optimizer)
     except (TypeError, ValueError) as error:

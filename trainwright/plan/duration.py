@@ -62,7 +62,7 @@ def span(duration: Duration, whole: Extent, pace: Pace, path: str) -> int | floa
                     path,
                     "seconds can only be part of a run that is budgeted in seconds",
                     got=str(duration),
-                    remedy="give it as steps or as a share of the run (0.1run), or give `until` in seconds",
+                    remedy="give it as steps or as a fraction of the run (0.1run), or give `until` in seconds",
                 )
             )
         return duration.value / whole.seconds

@@ -11,14 +11,8 @@ from trainwright.plan.call_trace import KINDS
 from trainwright.plan.header import TOPICS
 from trainwright.plan.make import Plan
 
-TRAINING_TIME_SCOPE = "steps and waiting for data; evaluation, saving, examinations and samples come on top"
-"""The parts of a run that the seconds of ``until`` include."""
-STEP_TIME_SCOPE = "a dry run of forward, backward and update; log, doctor and other programs come on top"
-"""The parts of a run that the step time in the header includes."""
 EXAMINATIONS = "examinations"
 """A key of ``Predicted.seconds``. Its value is the most seconds that examinations may take; they may need less."""
-WALL_TIME_SCOPE = "from the first step on: training, evaluation, examinations, samples and the last save"
-"""The parts included when the complete run must end within the given seconds."""
 
 
 def preflight(plan: Plan, now_s: float) -> list[str]:
@@ -38,7 +32,8 @@ def preflight(plan: Plan, now_s: float) -> list[str]:
         lines.append(f"memory      tensors {memory_in_words(predicted.memory_bytes)}; the process comes on top")
     if predicted.step_s is not None:
         step = step_in_words(predicted.step_s, predicted.wait_s)
-        lines.append(f"time        {step}{_steps_in_time(plan)}: {STEP_TIME_SCOPE}")
+        scope = "a dry run of forward, backward and update; log, doctor and other programs come on top"
+        lines.append(f"time        {step}{_steps_in_time(plan)}: {scope}")
     if predicted.ends_in_s is not None:
         left_s = predicted.ends_in_s
         lines.append(f"end         {time_of_day(now_s + left_s, now_s)}, in {human_seconds(left_s)}")
@@ -55,11 +50,10 @@ def _share(trainable: int, parameters: int) -> str:
 
 def _length(plan: Plan) -> str:
     if plan.extent.steps is None:
-        counted = (
-            f"of training: {TRAINING_TIME_SCOPE}"
-            if plan.predicted.ends_in_s is None
-            else f"by the clock: {WALL_TIME_SCOPE}"
-        )
+        counted = "by the clock: from the first step on: training, evaluation, examinations, samples and the last save"
+        if plan.predicted.ends_in_s is None:
+            what = "steps and waiting for data; evaluation, saving, examinations and samples come on top"
+            counted = f"of training: {what}"
         return f"{plan.extent.seconds:g} s {counted}"
     if plan.steps_per_epoch is None or plan.spent.step:  # earlier epochs had another number of steps
         return f"{plan.extent.steps:,} steps"

@@ -193,9 +193,14 @@ def micro_sizes(size: int) -> list[int]:
     """Return rising micro-batch sizes that cut ``size`` into equal parts, or nearly equal if it has few divisors."""
     divisors = [each for each in range(1, size + 1) if size % each == 0] if size <= 1 << 16 else []
     equal = divisors if len(divisors) > 3 else sorted({-(-size // count) for count in _counts(size)})
-    if len(equal) <= MAX_MICRO_SIZES:
-        return equal
-    return sorted({equal[round(i * (len(equal) - 1) / (MAX_MICRO_SIZES - 1))] for i in range(MAX_MICRO_SIZES)})
+    return evenly_spaced(equal, MAX_MICRO_SIZES)
+
+
+def evenly_spaced(sizes: Sequence[int], most: int) -> list[int]:
+    """Return at most ``most`` of the rising sizes at even distances in the list, including both ends."""
+    if len(sizes) <= most:
+        return list(sizes)
+    return sorted({sizes[round(i * (len(sizes) - 1) / (most - 1))] for i in range(most)})
 
 
 def _counts(size: int) -> list[int]:
@@ -265,8 +270,8 @@ def _checkpointing_note(best: Option, options: Sequence[Option]) -> Note:
     name = best.layout.checkpointing
     same = _comparable(options, best)
     others = list(dict.fromkeys(option.layout.checkpointing for option in same if option.layout.checkpointing != name))
-    share = best.time.checkpointing_flops / best.time.flops if best.time.flops else 0.0
-    reasons = [f"{share:.0%} of the arithmetic is recomputed" if share else "nothing is recomputed"]
+    again = best.time.checkpointing_flops / best.time.flops if best.time.flops else 0.0
+    reasons = [f"{again:.0%} of the arithmetic is recomputed" if again else "nothing is recomputed"]
     reasons += [f"{other} would be {_best_where(same, best, checkpointing=other)}" for other in others]
     return Note("checkpointing", name, "; ".join(reasons))
 
@@ -294,7 +299,8 @@ def _offload_note(best: Option, options: Sequence[Option], device: Device) -> No
         return Note(topic, "no", f"it would be {would}; {_offload_times(moved)}")
     why = f"it frees {human_bytes(moved.state_bytes)} and takes {human_bytes(moved.host_bytes)} of the host's memory"
     if moved.lacks_room(device):
-        return Note(topic, "yes", f"{why}, where {human_bytes(device.host_memory_bytes)} are free and a tenth stays so")
+        why = f"{why}, of which {human_bytes(device.host_memory_bytes)} are free"
+        return Note(topic, "yes", f"{why}; at most {HOST_MEMORY_FRACTION:.0%} of them may be used")
     needed = best.fits and any(option.layout.offload is None for option in options)
     return Note(topic, "yes", f"{why}; {_offload_times(moved)}{'; nothing fits without' if needed else ''}")
 
@@ -326,7 +332,11 @@ def _best_of(options: Sequence[Option], best: Option) -> str:
 
 def _against(option: Option, best: Option) -> str:
     size = "" if option.micro == best.micro else f"at {option.micro} x {option.accumulation} "
-    change = option.step_s / best.step_s - 1
-    time = "as fast" if abs(change) < 0.005 else f"{abs(change):.0%} {'slower' if change > 0 else 'faster'}"
     verdict = "" if option.fits else " and does not fit"
-    return f"{size}{human_bytes(option.peak_bytes)}, {time}{verdict}"
+    return f"{size}{human_bytes(option.peak_bytes)}, {slower_or_faster(option.step_s / best.step_s)}{verdict}"
+
+
+def slower_or_faster(ratio: float) -> str:
+    """Return the ratio of two times as text: `as fast`, `12% slower` or `3% faster`."""
+    change = ratio - 1
+    return "as fast" if abs(change) < 0.005 else f"{abs(change):.0%} {'slower' if change > 0 else 'faster'}"

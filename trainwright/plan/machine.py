@@ -95,16 +95,9 @@ def parse_cgroup_paths(text: str) -> dict[str, str]:
     return paths
 
 
-def parse_cpu_max(text: str) -> float:
-    """Return CPUs from a v2 cpu.max: "150000 100000" is 1.5, "max 100000" is no limit."""
-    quota, period = text.split()
-    return math.inf if quota == "max" else int(quota) / int(period)
-
-
-def parse_cfs_quota(quota_text: str, period_text: str) -> float:
-    """Return CPUs from v1's cpu.cfs_quota_us (-1: no limit) and cpu.cfs_period_us."""
-    quota = int(quota_text)
-    return math.inf if quota <= 0 else quota / int(period_text)
+def parse_cpu_quota(quota: str, period: str) -> float:
+    """Return CPUs from v2's cpu.max or v1's cpu.cfs_quota_us and cpu.cfs_period_us. ``max`` and -1 are no limit."""
+    return math.inf if quota == "max" or int(quota) <= 0 else int(quota) / int(period)
 
 
 def parse_memory_limit(text: str) -> float:
@@ -130,13 +123,13 @@ def read_limits(root: Path, self_cgroup: str) -> Limits:
     cpus = memory = unused = math.inf
     for group in _upwards(root, paths.get("", "/")):
         if (text := _text(group / "cpu.max")) is not None:
-            cpus = min(cpus, parse_cpu_max(text))
+            cpus = min(cpus, parse_cpu_quota(*text.split()))
         limit, left = _memory_of(group, "memory.max", "memory.current")
         memory, unused = min(memory, limit), min(unused, left)
     for group in _upwards(root / "cpu", paths.get("cpu", "/")):
         quota, period = _text(group / "cpu.cfs_quota_us"), _text(group / "cpu.cfs_period_us")
         if quota is not None and period is not None:
-            cpus = min(cpus, parse_cfs_quota(quota, period))
+            cpus = min(cpus, parse_cpu_quota(quota.strip(), period))
     for group in _upwards(root / "memory", paths.get("memory", "/")):
         limit, left = _memory_of(group, "memory.limit_in_bytes", "memory.usage_in_bytes")
         memory, unused = min(memory, limit), min(unused, left)

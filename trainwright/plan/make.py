@@ -464,7 +464,7 @@ def _steps_in(samples: int, batch: int, drop_last: bool) -> int:
 def _checked_warmup(recipe: Recipe, warmup: int | float, whole: Extent) -> int | float:
     """Return the warm-up.
 
-    Raises RecipeError if it has as many steps as the run, or is a fraction above 1 by more than a rounding error.
+    Raises RecipeError unless it is shorter than the run; a fraction may be above 1 by a rounding error.
     """
     if isinstance(warmup, int) and whole.steps is not None and warmup >= whole.steps > 0 and warmup > 0:
         raise _too_long(recipe, f"{warmup} steps", f"{whole.steps} steps", f"{max(1, whole.steps // 10)}steps")

@@ -13,7 +13,7 @@ from trainwright.errors import RecipeError, UsageError
 from trainwright.plan.amounts import human_bytes, human_seconds
 from trainwright.plan.call_trace import Kind, Moment, Trace, Work
 from trainwright.plan.devices import Device
-from trainwright.plan.layout import STEP_TIME_TOLERANCE, Layout, micro_sizes
+from trainwright.plan.layout import STEP_TIME_TOLERANCE, Layout, evenly_spaced, micro_sizes, slower_or_faster
 from trainwright.plan.make import Note
 from trainwright.plan.parallel import AXES, Degrees, solve_layout
 from trainwright.plan.roofline import StepTime, scaled_time
@@ -136,7 +136,7 @@ class ManyRanks:
         """Return the memory of a rank and the time of a step for one layout."""
         model = self._model(degrees)
         scaled, weights = self._scaled(degrees, zero, policy)
-        accumulation = -(-self._share(degrees) // micro)
+        accumulation = -(-self._samples_of_rank(degrees) // micro)
         peak = scaled.peak_bytes(micro, accumulation)
         stages = degrees.pipeline
         kept = _kept_per_micro_batch(scaled, micro) if stages > 1 else 0
@@ -170,10 +170,10 @@ class ManyRanks:
             self.place(each, zero, policy, micro)
             for each in degrees
             for policy in self.policies(each)
-            for micro in _subsample(micro_sizes(self._share(each)))
+            for micro in evenly_spaced(micro_sizes(self._samples_of_rank(each)), MAX_MICRO_SIZES)
         ]
 
-    def _share(self, degrees: Degrees) -> int:
+    def _samples_of_rank(self, degrees: Degrees) -> int:
         return -(-self.size // degrees.data)
 
     def policies(self, degrees: Degrees) -> list[str]:
@@ -311,10 +311,10 @@ def runners_up(options: Sequence[Placement], best: Placement, count: int = 5) ->
 
 def against(option: Placement, best: Placement) -> str:
     """Return the cost of an option compared with the best one, as text."""
-    change = option.step_s / best.step_s - 1
-    if change > 1:
-        return f"{change + 1:.2g} times as long{'' if option.fits else ', and does not fit'}"
-    time = "as fast" if abs(change) < 0.005 else f"{abs(change):.0%} {'slower' if change > 0 else 'faster'}"
+    ratio = option.step_s / best.step_s
+    if ratio > 2:
+        return f"{ratio:.2g} times as long{'' if option.fits else ', and does not fit'}"
+    time = slower_or_faster(ratio)
     return time if option.fits else f"{time}, but does not fit"
 
 
@@ -350,14 +350,6 @@ def _axes(degrees: Degrees) -> tuple[str, ...]:
     return tuple(axis for axis in AXES if getattr(degrees, axis) > 1)
 
 
-def _subsample(sizes: Sequence[int]) -> list[int]:
-    """Return at most ``MAX_MICRO_SIZES`` of the sizes, about evenly spaced by ratio, including both ends."""
-    if len(sizes) <= MAX_MICRO_SIZES:
-        return list(sizes)
-    last = len(sizes) - 1
-    return sorted({sizes[round(i * last / (MAX_MICRO_SIZES - 1))] for i in range(MAX_MICRO_SIZES)})
-
-
 def _divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 
@@ -369,13 +361,13 @@ KindBytes = Mapping[Kind, float]
 class Blocks:
     """The two traced blocks, by path, and the bytes of one block's weights.
 
-    ``share`` is (trained weights of one block) / (trained weights of the traced model).
+    ``trained_fraction`` is (trained weights of one block) / (trained weights of the traced model).
     """
 
     first: str
     second: str
     weight_bytes: int
-    share: float
+    trained_fraction: float
 
 
 def grow_layout(scaled: Scaled, blocks: Blocks, count: int) -> Scaled:
@@ -396,7 +388,7 @@ def grow_trace(trace: Trace, blocks: Blocks, count: int) -> Trace:
     begin, end = _span(trace.moments, blocks.second)
     forward, after = _added_bytes(trace.moments, blocks)
     kept: dict[Kind, float] = {**forward, "temporaries": 0}  # autocast's copies end with the forward pass
-    weight_ratio = 1 + more * blocks.share  # trained weights / those of the traced model
+    weight_ratio = 1 + more * blocks.trained_fraction  # trained weights / those of the traced model
     moments = []
     for index, moment in enumerate(trace.moments):
         held: dict[Kind, float] = dict(moment.held)

@@ -21,7 +21,8 @@ AXES = ("pipeline", "replicate", "shard", "expert", "context", "tensor")
 class Degrees:
     """The number of ranks along each axis.
 
-    They have copies of the model, weight shards, parts of layers, pipeline stages, parts of sequences, or some experts.
+    Ranks along an axis have copies of the model, shards of its weights, parts of its layers, its pipeline stages, parts
+    of the sequences, or some of its experts, in the order of the fields.
     """
 
     replicate: int = 1
@@ -67,7 +68,7 @@ def place_of(degrees: Degrees, rank: int) -> Degrees:
 
 
 def nearest(wanted: Degrees, ranks: int, count: int = 2) -> list[Degrees]:
-    """Return the nearest layouts with ``ranks`` ranks that divide only ``replicate`` and the axes of ``wanted``."""
+    """Return the ``count`` layouts of ``ranks`` ranks nearest to ``wanted``, with its axes and ``replicate`` only."""
     axes = [axis for axis in AXES if axis == "replicate" or getattr(wanted, axis) > 1]
     layouts = [Degrees(**dict(zip(axes, sizes, strict=True))) for sizes in _factors(ranks, len(axes))]
     return sorted(layouts, key=lambda each: _distance(each, wanted))[:count]

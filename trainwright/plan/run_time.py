@@ -60,9 +60,11 @@ def skips_full_evaluation(plan: Plan, cost: EvaluationCost, within_s: float) -> 
 def evaluation_note(plan: Plan, cost: EvaluationCost) -> Note:
     """Return the note that explains why only a part of the validation set is evaluated during the run."""
     of = f" of {cost.batches}" if cost.batches else ""
-    spent = f"the whole set would take {human_seconds(cost.batch_s * cost.batches)}" if cost.batches else "a stream"
-    at_end = "; the whole set at the end" if plan.cadence.evaluates_whole else ""
-    why = f"always the same ones, {spent} each time{at_end}"
+    whole_s = (
+        f", the full set would take {human_seconds(cost.batch_s * cost.batches)} each time" if cost.batches else ""
+    )
+    at_end = "; the full set at the end" if plan.cadence.evaluates_whole else ""
+    why = f"always the same ones{whole_s}{at_end}"
     return Note("evaluation", f"{plan.cadence.evaluate_batches}{of} batches", why)
 
 

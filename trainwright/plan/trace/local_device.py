@@ -64,6 +64,8 @@ def measured_cpu(machine: Machine) -> Device:
 def local_device(*, probe: bool = True) -> Device:
     """Return the first CUDA device, with its row in the table, else the CPU. ``memory_bytes`` is the memory free now.
 
+    ``probe``: measure a CPU instead of returning nominal figures.
+
     A GPU that is not in the table gets the figures of the row nearest in memory, as ``source`` states.
     """
     if not torch.cuda.is_available():

@@ -221,9 +221,9 @@ def rank_model(
         layouts[policy] = shorter.layout(policy, chunked=chunked)
         activations[policy] = exchanged.activations(samples, paths)
     trained = weights.blocks.whole_bytes(trained=True)
-    share = trained / max(1, weights.with_blocks(TRACED_BLOCKS).whole_bytes(trained=True))
+    fraction = trained / max(1, weights.with_blocks(TRACED_BLOCKS).whole_bytes(trained=True))
     averages = trained if blueprint.loaded.recipe.model.keeps_average else 0
-    blocks = Blocks(paths[0], paths[1], weights.blocks.whole_bytes() + averages, share)
+    blocks = Blocks(paths[0], paths[1], weights.blocks.whole_bytes() + averages, fraction)
     return RankModel(weights, activations, layouts, blocks)
 
 

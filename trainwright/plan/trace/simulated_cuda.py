@@ -7,12 +7,13 @@ written in Python (PrivateUse1) takes its place. It has no kernels: only shapes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 from torch.utils import backend_registration
+from torch.utils._pytree import tree_map_only
 
 from trainwright.errors import UsageError
 from trainwright.plan.trace.operator_call import OpResult
@@ -134,7 +135,8 @@ def _register_cast(library: torch.library.Library, name: str, cast: Callable[[Te
 
     def kernel(*args: object, **kwargs: object) -> OpResult:
         with _without_autocast():
-            return op(*_cast_all(cast, args), **{name: _cast_one(cast, value) for name, value in kwargs.items()})
+            args, kwargs = tree_map_only(Tensor, cast, (args, kwargs))
+            return op(*args, **kwargs)
 
     library.impl(name, kernel, "AutocastPrivateUse1")  # type: ignore[no-untyped-call]
 
@@ -145,18 +147,6 @@ def _without_autocast() -> Iterator[None]:
     assert key is not None
     with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
         yield
-
-
-def _cast_all(cast: Callable[[Tensor], Tensor], values: Iterable[object]) -> list[object]:
-    return [_cast_one(cast, value) for value in values]
-
-
-def _cast_one(cast: Callable[[Tensor], Tensor], value: object) -> object:
-    if isinstance(value, Tensor):
-        return cast(value)
-    if isinstance(value, list | tuple) and value and isinstance(value[0], Tensor):
-        return _cast_all(cast, value)
-    return value
 
 
 def _low(tensor: Tensor) -> Tensor:
