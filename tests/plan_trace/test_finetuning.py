@@ -15,7 +15,7 @@ import yaml
 from typer.testing import CliRunner
 
 from trainwright.cli import app
-from trainwright.plan.devices import find_device, known_devices
+from trainwright.plan.devices import known_devices
 from trainwright.plan.trace.blueprint import make_blueprint
 from trainwright.plan.trace.finetuning import MethodForecast, _resized, forecast_methods
 from trainwright.plan.trace.layouts import LayoutSurvey
@@ -90,10 +90,9 @@ def test_memory_and_trained_weights_of_each_method(found: dict[str, MethodForeca
 def test_the_memory_of_other_lengths_follows_from_two_traces(found: dict[str, MethodForecast]) -> None:
     variant = from_mapping(recipe(dtype="bf16", lora={"rank": 4, "targets": "all-linear"}))
     blueprint = make_blueprint(variant)
-    for tokens, tolerance in ((1536, 0.05), (3072, 0.15)):
-        survey = LayoutSurvey(replace(blueprint, sample=_resized(blueprint.sample, tokens)), RTX4090, "bf16")
-        trace = survey.trace(1, chunked=False, checkpointing=survey.checkpointing("block"))
-        assert found["LoRA"].at(tokens, RTX4090).peak_bytes == pytest.approx(trace.peak.total, rel=tolerance)
+    survey = LayoutSurvey(replace(blueprint, sample=_resized(blueprint.sample, 3072)), RTX4090, "bf16")
+    trace = survey.trace(1, chunked=False, checkpointing=survey.checkpointing("block"))
+    assert found["LoRA"].at(3072, RTX4090).peak_bytes == pytest.approx(trace.peak.total, rel=0.15)
 
 
 def test_the_longest_sequence_fits_and_a_longer_one_does_not(found: dict[str, MethodForecast]) -> None:
@@ -122,11 +121,6 @@ def test_the_settings_of_each_method_load(found: dict[str, MethodForecast]) -> N
         changed = from_mapping(recipe(lora={"rank": 4}), overrides=each.settings).recipe.model
         assert (changed.lora is not None) == (each.method != "full")
         assert each.method != "QLoRA" or (changed.lora is not None and changed.lora.quantize == "nf4")
-
-
-@pytest.mark.parametrize("name", ["rtx4090", "RTX 4090", "rtx-4090", "H100_80GB"])
-def test_names_of_devices_are_read_generously(name: str) -> None:
-    assert find_device(name, known_devices()).name in ("rtx4090", "h100-80gb")
 
 
 def test_each_price_is_dated() -> None:

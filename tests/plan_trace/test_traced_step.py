@@ -50,7 +50,7 @@ def test_the_peak_is_that_of_a_real_step(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["sgd", "muon", "lamb", "adafactor"])
+@pytest.mark.parametrize("optimizer", ["muon", "adafactor"])
 def test_the_state_of_any_optimizer_is_there_before_the_step(optimizer: str) -> None:
     make = partial(make_gpt, optimizer=optimizer, layers=1)
     assert trace_step(make, device="cpu").peak.total == pytest.approx(measured_peak(make), rel=0.01)
