@@ -345,6 +345,12 @@ def unknown_args(what: str, path: str, args: Iterable[str], accepted: Sequence[s
     return found
 
 
+def listed(names: Sequence[str], limit: int = 3, separator: str = ", ") -> str:
+    """Return the first ``limit`` names as text, and the number of the others."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return separator.join(names[:limit]) + more
+
+
 def suggest(name: str, known: Iterable[str]) -> str:
     """Return a remedy for an unknown name: the nearest known one, or all of them if none is near."""
     names = list(known)

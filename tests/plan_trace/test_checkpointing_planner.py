@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -64,7 +65,7 @@ def make_bert(device: torch.device) -> TracedObjects:
     return trained(model, loss, (ids, ids.clone()))
 
 
-MAKERS = {
+MAKERS: dict[str, Callable[[torch.device], TracedObjects]] = {
     "gpt": make_gpt,
     "gpt with dropout": partial(make_gpt, dropout=0.1),
     "resnet": make_resnet,

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from trainwright.assembly.linear_layers import replace_module
-from trainwright.errors import MissingExtra, Problem, RecipeError, UsageError, import_optional
+from trainwright.errors import MissingExtra, Problem, RecipeError, UsageError, import_optional, listed
 from trainwright.models.lora import add_lora, lora_config, merged_weights
-from trainwright.models.pretrained import listed, output_layer
+from trainwright.models.pretrained import output_layer
 from trainwright.plan.make import Note
 from trainwright.recipe import Lora
 
@@ -193,7 +193,7 @@ def add_adapters(model: nn.Module, lora: Lora, *, is_simulated: bool = False) ->
     notes: tuple[Note, ...] = ()
     if lora.quantize != "none":
         done, left = quantize_linear_layers(model, lora.quantize)
-        others = f" and layers whose inputs do not fill the blocks: {listed(left)}" if left else ""
+        others = f" and layers whose inputs do not fill the blocks: {listed(left, 4)}" if left else ""
         notes = (Note("quantized", f"{len(done)} linear layers, {lora.quantize}", f"all but the output layer{others}"),)
     settings = lora.model_dump(exclude={"quantize"})
     try:

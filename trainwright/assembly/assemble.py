@@ -34,11 +34,11 @@ from trainwright.data.ready_batches import ReadyBatches, Say, silent
 from trainwright.data.unwrap import Unwrapped, length_of, unwrap
 from trainwright.distributed import device_name, low_precision
 from trainwright.distributed.group import SOLO, World
-from trainwright.errors import DataError, Problem, RecipeError, TrainwrightError, UsageError, unknown_args
+from trainwright.errors import DataError, Problem, RecipeError, TrainwrightError, UsageError, listed, unknown_args
 from trainwright.finetune.audit import tokenized_set_of
 from trainwright.finetune.losses import with_reference
 from trainwright.finetune.packing import with_packing
-from trainwright.models.pretrained import listed, pretrained_of
+from trainwright.models.pretrained import pretrained_of
 from trainwright.optim.choose import make_optimizer
 from trainwright.optim.groups import GroupRule
 from trainwright.optim.schedule import make_schedule
@@ -254,9 +254,9 @@ def pretrained_notes(model: nn.Module) -> Iterator[Note]:
     yield Note("model", origin.name, f"{type(model).__name__}, {origin.dtype}, revision {origin.revision[:19]}")
     if origin.new:
         why = "these weights are not in the files of the model; a new head is normal"
-        yield Note("new weights", listed(origin.new), why)
+        yield Note("new weights", listed(origin.new, 4), why)
     if origin.unused:
-        yield Note("not used", listed(origin.unused), "the model has no weights of these names in its files")
+        yield Note("not used", listed(origin.unused, 4), "the model has no weights of these names in its files")
 
 
 def _with_sources(parts: Parts, loaded: Loaded) -> Parts:

@@ -6,7 +6,8 @@ Checks need no torch. This module exports what the file of a check imports.
 
 from trainwright.doctor.check import NotApplicable, Result, Results, check
 from trainwright.doctor.context import Every, RunContext, by_experiment
-from trainwright.doctor.finding import ExperimentRequest, Finding, Measured, RemedyTrial, in_words, listed
+from trainwright.doctor.finding import ExperimentRequest, Finding, Measured, RemedyTrial, in_words
+from trainwright.errors import listed
 from trainwright.runs.records import Where
 
 __all__ = [

@@ -114,9 +114,3 @@ def line_of_stage(found: Found, calls: Calls) -> str | None:
 def in_words(module: str | None) -> str:
     """Returns words for a module path. "" is the full model; None is code outside of all modules, such as the loss."""
     return "the loss" if module is None else module or "the model itself"
-
-
-def listed(names: Sequence[str], limit: int = 3) -> str:
-    """Returns the first ``limit`` names, and the number of the others."""
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more

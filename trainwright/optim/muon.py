@@ -272,7 +272,6 @@ def _embeddings(model: nn.Module) -> set[int]:
 
 
 def _hidden(model: nn.Module, head: str | None) -> Callable[[nn.Parameter], bool]:
-    """Return the predicate of the hidden matrices."""
     named = list(model.named_parameters(remove_duplicate=False))
     embeddings = _embeddings(model)
     names = getattr(model, HEAD_NAMES, None)

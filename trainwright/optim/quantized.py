@@ -142,7 +142,6 @@ class _QuantizedAdamW(GuardedOptimizer):
             )
 
     def _code_table(self, like: Tensor, signed: bool) -> Tensor:
-        """Return the values that the codes stand for."""
         module = self._torchao(self.module)
         values = module.get_qmap_signed() if signed else module.get_qmap_unsigned()
         if isinstance(like, FakeTensor):

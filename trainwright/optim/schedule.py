@@ -93,7 +93,7 @@ class ConstantSchedule:
         return self.total is not None or isinstance(span, int)
 
     def _length(self, span: Span) -> float:
-        """Return ``span`` in its unit."""
+        """Return ``span`` in steps, or in fractions of a run without ``total``."""
         if self.total is None or isinstance(span, int):
             return span
         return round(span * self.total)

@@ -81,7 +81,7 @@ def batch_of(ask: Batch, user_batches: UserBatches | None, *, ranks: int = 1) ->
         return solve_batch(ask.size, ask.micro, ask.accumulation, ranks=ranks)
     size, joined = user_batches.size or 1, ask.accumulation or 1
     micro = size if ask.micro is None or ask.micro == "auto" or user_batches.ready else min(ask.micro, size)
-    return BatchPlan(size * joined, micro, _ceil(size, micro) * joined, ranks)
+    return BatchPlan(size * joined, micro, -(-size // micro) * joined, ranks)
 
 
 def solve_batch(
@@ -96,10 +96,10 @@ def solve_batch(
     micro = None if micro == "auto" else micro
     if size is None:
         size = micro * (accumulation or 1) * ranks if micro else DEFAULT_BATCH_SIZE
-    per_rank = _ceil(size, ranks)
+    per_rank = -(-size // ranks)
     if micro is None:
-        micro = _ceil(per_rank, accumulation or 1)
-    needed = _ceil(per_rank, micro)
+        micro = -(-per_rank // (accumulation or 1))
+    needed = -(-per_rank // micro)
     if accumulation is not None and accumulation != needed:
         raise RecipeError(
             Problem(
@@ -119,7 +119,3 @@ def scale_lr(lr: float, *, rule: Literal["linear", "sqrt"], batch: int, base_bat
     """
     ratio = batch / base_batch
     return lr * (ratio if rule == "linear" else math.sqrt(ratio))
-
-
-def _ceil(a: int, b: int) -> int:
-    return -(-a // b)

@@ -57,14 +57,9 @@ def span(duration: Duration, whole: Extent, pace: Pace, path: str) -> int | floa
         return duration.value if whole.steps is None else round(duration.value * whole.steps)
     if duration.unit == "s":
         if whole.seconds is None:
-            raise RecipeError(
-                Problem(
-                    path,
-                    "seconds can only be part of a run that is budgeted in seconds",
-                    got=str(duration),
-                    remedy="give it as steps or as a fraction of the run (0.1run), or give `until` in seconds",
-                )
-            )
+            rule = "seconds can only be part of a run that is budgeted in seconds"
+            remedy = "give it as steps or as a fraction of the run (0.1run), or give `until` in seconds"
+            raise RecipeError(Problem(path, rule, got=str(duration), remedy=remedy))
         return duration.value / whole.seconds
     return _steps(duration, pace, path)
 
@@ -88,23 +83,13 @@ def _steps(duration: Duration, pace: Pace, path: str) -> int:
             return math.ceil(duration.value / pace.batch_size)
         case "ep":
             if pace.steps_per_epoch is None:
-                raise RecipeError(
-                    Problem(
-                        path,
-                        "epochs need a dataset with a length; this one is a stream",
-                        got=str(duration),
-                        remedy="give it in steps, samples, tokens or seconds",
-                    )
-                )
+                rule = "epochs need a dataset with a length; this one is a stream"
+                remedy = "give it in steps, samples, tokens or seconds"
+                raise RecipeError(Problem(path, rule, got=str(duration), remedy=remedy))
             return round(duration.value * pace.steps_per_epoch)
         case _:
             if not pace.tokens_per_sample:
-                raise RecipeError(
-                    Problem(
-                        path,
-                        "tokens need batches whose inputs are token ids (integers, two dimensions)",
-                        got=str(duration),
-                        remedy="give it in steps, epochs or samples",
-                    )
-                )
+                rule = "tokens need batches whose inputs are token ids (integers, two dimensions)"
+                remedy = "give it in steps, epochs or samples"
+                raise RecipeError(Problem(path, rule, got=str(duration), remedy=remedy))
             return math.ceil(duration.value / (pace.batch_size * pace.tokens_per_sample))

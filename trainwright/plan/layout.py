@@ -306,7 +306,6 @@ def _offload_note(best: Option, options: Sequence[Option], device: Device) -> No
 
 
 def _offload_times(moved: Offload) -> str:
-    """Return the bytes over the link and the times of one step, as text."""
     link, host = human_seconds(moved.link_s), human_seconds(moved.host_s)
     return f"{human_bytes(moved.link_bytes)} a step over the link to the host take {link}, the update there {host}"
 

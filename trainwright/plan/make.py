@@ -181,9 +181,8 @@ def make_plan(recipe: Recipe, facts: RunFacts, *, ranks: int = 1, kept: ResumedV
     whole = _extent(recipe, facts, pace, kept.spent)
     save, problems = recipe.checkpoint.every, Problems()
     with problems.at("schedule.warmup"):
-        warmup = (
-            kept.warmup if kept.warmup is not None else span(recipe.schedule.warmup, whole, pace, "schedule.warmup")
-        )
+        written = recipe.schedule.warmup
+        warmup = span(written, whole, pace, "schedule.warmup") if kept.warmup is None else kept.warmup
         warmup = _checked_warmup(recipe, warmup, whole)
     with problems.at("evaluation.every"):
         evaluate_every = interval(recipe.evaluation.every, whole, pace, "evaluation.every")
@@ -437,23 +436,13 @@ def _steps_per_epoch(samples: int | None, batch: int, drop_last: bool) -> int | 
     if samples is None:
         return None
     if samples == 0:
-        raise RecipeError(
-            Problem(
-                "data.train",
-                "the training set is empty",
-                remedy="check its arguments and where it reads from",
-            )
-        )
+        remedy = "check its arguments and where it reads from"
+        raise RecipeError(Problem("data.train", "the training set is empty", remedy=remedy))
     count = _steps_in(samples, batch, drop_last)
     if count == 0:
-        raise RecipeError(
-            Problem(
-                "data.drop_last",
-                f"an epoch would have no step: {samples} samples are fewer than one batch of {batch}",
-                got="true",
-                remedy=f"set data.drop_last: false, or batch.size to at most {samples}",
-            )
-        )
+        rule = f"an epoch would have no step: {samples} samples are fewer than one batch of {batch}"
+        remedy = f"set data.drop_last: false, or batch.size to at most {samples}"
+        raise RecipeError(Problem("data.drop_last", rule, got="true", remedy=remedy))
     return count
 
 
@@ -474,14 +463,9 @@ def _checked_warmup(recipe: Recipe, warmup: int | float, whole: Extent) -> int |
 
 
 def _too_long(recipe: Recipe, warmup: str, total: str, better: str) -> RecipeError:
-    return RecipeError(
-        Problem(
-            "schedule.warmup",
-            f"the warm-up of {warmup} is not shorter than the run of {total} (until: {recipe.until})",
-            got=str(recipe.schedule.warmup),
-            remedy=f"shorten it, for instance to {better}, or lengthen `until`",
-        )
-    )
+    rule = f"the warm-up of {warmup} is not shorter than the run of {total} (until: {recipe.until})"
+    remedy = f"shorten it, for instance to {better}, or lengthen `until`"
+    return RecipeError(Problem("schedule.warmup", rule, got=str(recipe.schedule.warmup), remedy=remedy))
 
 
 def _steps_left_notes(recipe: Recipe, whole: Extent, spent: Spent) -> list[Note]:
@@ -522,14 +506,13 @@ def _user_batch_notes(recipe: Recipe, user_batches: UserBatches) -> list[Note]:
     step = "one" if joined == 1 else str(joined)
     notes = [Note("batch", f"as the data come, {size}", f"{step} of them {'is' if joined == 1 else 'are'} a step")]
     if user_batches.ready and recipe.data.workers:
-        notes.append(
-            Note("not used", f"data.workers: {recipe.data.workers}", "ready batches come from their own iterator")
-        )
+        why = "ready batches come from their own iterator"
+        notes.append(Note("not used", f"data.workers: {recipe.data.workers}", why))
     return notes
 
 
 def _batch_notes(batch: BatchPlan, samples: int | None) -> list[Note]:
     notes = [Note("batch", str(batch.size), batch.how.removeprefix("= "))]
     if samples is not None and samples < batch.size:
-        notes.append(Note("batch", str(samples), f"the whole dataset has {samples} samples: every step takes all"))
+        notes.append(Note("batch", str(samples), f"the dataset has only {samples} samples: every step takes all"))
     return notes

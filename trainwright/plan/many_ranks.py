@@ -340,7 +340,6 @@ def choice_notes(best: Placement, options: Sequence[Placement], device: Device) 
 
 
 def _kept_per_micro_batch(scaled: Scaled, micro: int) -> int:
-    """Return the bytes that a micro-batch keeps for its backward pass."""
     small, large = (sum(trace.kept.values()) for trace in (scaled.small, scaled.large))
     each = (large - small) / (scaled.sizes[1] - scaled.sizes[0])
     return max(0, round(small + each * (micro - scaled.sizes[0])))
@@ -430,7 +429,6 @@ def _added_bytes(moments: Sequence[Moment], blocks: Blocks) -> tuple[KindBytes, 
 
 
 def _last(moments: Sequence[Moment], block: str, *, forward: bool) -> Moment:
-    """Return the last moment within a block in one of the passes."""
     found = [each for each in moments if _within(each.module, block) and (each.phase == "forward") is forward]
     return found[-1]
 

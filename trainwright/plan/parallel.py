@@ -143,7 +143,6 @@ def solve_layout(recipe: Recipe, ranks: int) -> Degrees:
 
 
 def _of_sharding(recipe: Recipe) -> Iterator[Problem]:
-    """Yield settings that do not work with sharded weights."""
     nearest_to_it = f"parallel.replicate for parallel.shard ({recipe.parallel.shard})"
     if recipe.parallel.exact:
         rule = "cannot be true with parallel.shard: gradients are summed in parts, while the backward pass runs"
@@ -163,7 +162,6 @@ def _of_sharding(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _of_sync_batchnorm(recipe: Recipe, degrees: Degrees) -> Iterator[Problem]:
-    """Yield settings that do not work with BatchNorm statistics that ranks exchange in each forward pass."""
     path, remedy = "parallel.sync_batchnorm", "leave it out, or use GroupNorm or LayerNorm"
     if recipe.parallel.exact:
         rule = "cannot be true with parallel.exact: running statistics follow the order of the slices"

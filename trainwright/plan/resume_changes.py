@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol, TypeAlias, TypeGuard
 
 from pydantic import TypeAdapter
 
-from trainwright.errors import UsageError, suggest
+from trainwright.errors import UsageError, listed, suggest
 from trainwright.plan.batch import solve_batch
 from trainwright.recipe import Duration, optimizer_row
 from trainwright.recipe.load import FORMER_DEFAULTS
@@ -292,7 +292,7 @@ def compare(
 def _with_misfits(changes: list[Change], mismatches: Sequence[str]) -> list[Change]:
     if not mismatches:
         return changes
-    reason = _join_names(mismatches, "; ")
+    reason = listed(mismatches, separator="; ")
     builders = [
         each for each in changes if each.kind == "maths" and any(_is_in(each.path, path) for path in _BUILD_THE_MODEL)
     ]
@@ -421,8 +421,8 @@ def _code(before: Provenance, after: Provenance) -> Iterator[Change]:
     was, now = before.get("sources") or {}, after.get("sources") or {}
     changed = [name for name in now if was.get(name) and now[name] and was[name] != now[name]]
     if changed:
-        old, new = (_join_names([f"{name} {_brief(side[name])}" for name in changed]) for side in (was, now))
-        yield Change("code", old, new, "maths", f"the source of {_join_names(changed)} differs")
+        old, new = (listed([f"{name} {_brief(side[name])}" for name in changed]) for side in (was, now))
+        yield Change("code", old, new, "maths", f"the source of {listed(changed)} differs")
         return
     old, new = _commit(before.get("git")), _commit(after.get("git"))
     unknown = [name for name in sorted({**was, **now}) if not (was.get(name) and now.get(name))]
@@ -431,17 +431,12 @@ def _code(before: Provenance, after: Provenance) -> Iterator[Change]:
     if "sources" not in before:
         why = "whether the files that the recipe names are the same is not known"
     elif unknown:
-        why = f"whether the source of {_join_names(unknown)} is the same is not known"
+        why = f"whether the source of {listed(unknown)} is the same is not known"
     elif now:
         why = "the files that the recipe names are the same; what they import was not compared"
     else:
         why = "the recipe names no file of yours"
     yield Change("code", old, new, "safe", why)
-
-
-def _join_names(names: Sequence[str], separator: str = ", ") -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{separator.join(names[:3])}{more}"
 
 
 def _commit(git: Provenance | None) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from trainwright.doctor.context import RunContext
-from trainwright.doctor.finding import listed
+from trainwright.errors import listed
 from trainwright.runs.records import Where
 
 FOLDS = 64  # Maximum number of checksums per kind that a rank sends. Larger models add up the checksums of neighbours.

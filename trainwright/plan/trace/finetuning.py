@@ -140,7 +140,6 @@ def forecast_methods(loaded: Loaded, device: Device, parts: Parts | None = None)
 
 
 def _variant(loaded: Loaded, method: Method) -> Loaded:
-    """Return the recipe with another method."""
     model = loaded.recipe.model
     args = {**model.args, "dtype": "fp32" if method == "full" else "bf16"}
     lora = None if method == "full" else (model.lora or Lora(rank=16, alpha=32.0, targets=("all-linear",)))

@@ -97,7 +97,6 @@ class LayoutSurvey:
 
 
 def _with_more_weights(trace: Trace, num_bytes: int) -> Trace:
-    """Return the trace with ``num_bytes`` more bytes of weights at every moment."""
     moments = [
         replace(each, held={**each.held, "weights": each.held.get("weights", 0) + num_bytes}) for each in trace.moments
     ]

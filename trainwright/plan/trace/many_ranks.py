@@ -141,7 +141,6 @@ def survey_ranks(loaded: Loaded, device: Device, *, parts: Parts | None = None, 
 
 
 def _traced_degrees(setting: int | str, powers: Sequence[int], decides: bool) -> list[int]:
-    """Return the degrees of an axis that are traced."""
     written = {setting} if isinstance(setting, int) else set[int]()
     return sorted((written if decides and written else {*powers, *written}) - {1})
 

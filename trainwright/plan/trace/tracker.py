@@ -190,7 +190,6 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.events.append(MemoryEvent(self._phase, self.micro, module, op, freed, made))
 
     def _where(self) -> tuple[Phase, str]:
-        """Return the phase, and the path of the running module."""
         if self.updating:
             return "update", ""
         if not in_backward():
