@@ -35,7 +35,7 @@ class TokenExchange:
     def __init__(self, group: distributed.ProcessGroup) -> None:
         self._group = group
 
-    def own(self, weight: Tensor) -> Tensor:
+    def local(self, weight: Tensor) -> Tensor:
         """Return the weights of the experts of this rank."""
         assert isinstance(weight, DTensor)
         return weight.to_local()

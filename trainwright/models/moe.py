@@ -63,7 +63,7 @@ class MoEConfig(GPTConfig):
 class ExpertExchange(Protocol):
     """Computes rows by experts that are divided among ranks."""
 
-    def own(self, weight: Tensor) -> Tensor:
+    def local(self, weight: Tensor) -> Tensor:
         """Return the weights of the experts of this rank."""
         ...
 
@@ -128,12 +128,12 @@ class Experts(nn.Module):
 
     def outputs(self, rows: Tensor, ends_E: Tensor) -> Tensor:
         """Return the outputs of the experts of this rank; see ``_grouped``."""
-        gate = None if self.gate is None else _grouped(rows, self._own(self.gate), ends_E)
-        hidden = activated(_grouped(rows, self._own(self.up), ends_E), gate, self.activation)
-        return _grouped(hidden, self._own(self.down), ends_E)
+        gate = None if self.gate is None else _grouped(rows, self._local(self.gate), ends_E)
+        hidden = activated(_grouped(rows, self._local(self.up), ends_E), gate, self.activation)
+        return _grouped(hidden, self._local(self.down), ends_E)
 
-    def _own(self, weight: Tensor) -> Tensor:
-        return weight if self.exchange is None else self.exchange.own(weight)
+    def _local(self, weight: Tensor) -> Tensor:
+        return weight if self.exchange is None else self.exchange.local(weight)
 
     def route(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weights (N, K), which sum to 1, and the indices (N, K) of the experts of each token."""

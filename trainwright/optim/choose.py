@@ -146,7 +146,7 @@ def wrong_args(name: str, args: Iterable[str]) -> Iterator[Problem]:
     yield from unknown_args(f"the optimizer {name!r}", "optimizer.args", rest, accepted_args(name))
 
 
-def _implementation(name: str, model: nn.Module, given: Mapping[str, object]) -> dict[str, bool]:
+def _implementation(name: str, model: nn.Module, args: Mapping[str, object]) -> dict[str, bool]:
     """Return ``fused`` wherever torch supports it. The rule is fixed, so that all starts of a recipe choose the same.
 
     The rule follows from measurements on two cores with torch 2.13, 7 to 30 interleaved rounds. AdamW, time of the full
@@ -161,14 +161,14 @@ def _implementation(name: str, model: nn.Module, given: Mapping[str, object]) ->
 
     SGD, step() alone in ms, loop / foreach / fused: MLP 0.086 / 0.089 / 0.063, GPT 1.01 / 0.94 / 0.67.
     """
-    if not OPTIMIZERS[name].fused or "fused" in given or "foreach" in given:
+    if not OPTIMIZERS[name].fused or "fused" in args or "foreach" in args:
         return {}
     if name == "sgd" and holds_parts(model):  # torch has no fused SGD for tensors that ranks divide
         return {"foreach": True}
     # torch's fused SGD starts its buffers from uninitialized memory, see with_momentum_buffers
-    dampened = bool(given.get("dampening"))
+    dampened = bool(args.get("dampening"))
     fits = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in model.parameters())
-    return {"fused": True} if fits and not dampened and not given.get("capturable") else {}
+    return {"fused": True} if fits and not dampened and not args.get("capturable") else {}
 
 
 def _require_no_groups(factory: Factory, shared: GroupSettings, *, offload: bool) -> None:

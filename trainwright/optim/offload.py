@@ -108,8 +108,8 @@ class Offloaded(Optimizer):
             host.version = -1  # masters were loaded, too
 
     def __getstate__(self) -> dict[str, object]:
-        own = {"_inner": self._inner, "_hosts": self._hosts, "_arrived": {}}
-        return {**super().__getstate__(), **own}
+        more = {"_inner": self._inner, "_hosts": self._hosts, "_arrived": {}}
+        return {**super().__getstate__(), **more}
 
     def _host_copies(self, parameters: Sequence[Tensor]) -> list[nn.Parameter]:
         """Return the copies of the parameters; create missing copies."""
@@ -154,26 +154,26 @@ class Offloaded(Optimizer):
         for mine, inside in zip(self.param_groups, self._inner.param_groups, strict=True):
             inside.update({key: value for key, value in mine.items() if key != "params"})
         self._inner.state = defaultdict(dict)
-        for key, own in self.state.items():
+        for key, state in self.state.items():
             host = self._hosts.get(key)
             if host is None:
-                self._inner.state[key] = own
+                self._inner.state[key] = state
             else:
-                self._inner.state[host.weight] = own if host.landing is None else _widened(own, host.weight)
+                self._inner.state[host.weight] = state if host.landing is None else _widened(state, host.weight)
 
     def _take_back(self) -> None:
         assert self._inner is not None
         for mine, inside in zip(self.param_groups, self._inner.param_groups, strict=True):
             mine.update({key: value for key, value in inside.items() if key != "params"})
-        own = {key: each for key, each in self._inner.state.items() if not isinstance(key, Tensor)}
+        states = {key: each for key, each in self._inner.state.items() if not isinstance(key, Tensor)}
         for parameter, host in self._hosts.items():
             kept = self._inner.state.get(host.weight, {})
             if host.landing is not None:
-                own[parameter] = {MASTER: host.weight.detach(), **kept}
+                states[parameter] = {MASTER: host.weight.detach(), **kept}
             elif host.weight in self._inner.state:
-                own[parameter] = kept
+                states[parameter] = kept
         self.state.clear()
-        self.state.update(own)
+        self.state.update(states)
         self._inner.state = defaultdict(dict)
 
 

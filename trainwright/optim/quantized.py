@@ -127,19 +127,12 @@ class _QuantizedAdamW(GuardedOptimizer):
             part = slice(begin, min(begin + chunk, flat.numel()))
             codes = slice(part.start // self.values_per_code, part.stop // self.values_per_code)
             blocks = slice(part.start // block_size, part.stop // block_size)
-            yield (
-                part,
-                [
-                    self._wrapped(
-                        state[f"{name}_codes"][codes],
-                        state[f"{name}_scale"][blocks],
-                        self._code_table(flat, signed),
-                        signed,
-                        flat[part],
-                    )
-                    for name, signed in MOMENTS
-                ],
-            )
+            moments = []
+            for name, signed in MOMENTS:
+                table = self._code_table(flat, signed)
+                parts = state[f"{name}_codes"][codes], state[f"{name}_scale"][blocks]
+                moments.append(self._wrapped(*parts, table, signed, flat[part]))
+            yield part, moments
 
     def _code_table(self, like: Tensor, signed: bool) -> Tensor:
         module = self._torchao(self.module)

@@ -165,13 +165,13 @@ def unchanged(step: int, fraction: float) -> None:
     """Leave the learning rates of the optimizer unchanged: the constant schedule."""
 
 
-def convert_schedule(given: object, optimizer: Optimizer, every: int) -> ScheduleFn | SteppedSchedule:
+def convert_schedule(schedule: object, optimizer: Optimizer, every: int) -> ScheduleFn | SteppedSchedule:
     """Convert a user's schedule: schedulers of torch, a function from an optimizer to schedulers or of the step.
 
     Raises:
         UsageError: Any other object, or a scheduler of another optimizer.
     """
-    if (listed := _schedulers(given)) is not None:
+    if (listed := _schedulers(schedule)) is not None:
         for each in listed:
             if not any(each.optimizer is part for part in parts_of(optimizer)):
                 raise UsageError(
@@ -180,15 +180,15 @@ def convert_schedule(given: object, optimizer: Optimizer, every: int) -> Schedul
                     "functools.partial(torch.optim.lr_scheduler.StepLR, step_size=30)",
                 )
         return SteppedSchedule(optimizer, listed, every)
-    if callable(given) and takes_first(given, "optimizer"):
-        made = [_made(given, part) for part in parts_of(optimizer)]
+    if callable(schedule) and takes_first(schedule, "optimizer"):
+        made = [_made(schedule, part) for part in parts_of(optimizer)]
         return SteppedSchedule(optimizer, list(chain(*made)), every)
-    return function_of_step(given)
+    return function_of_step(schedule)
 
 
-def _schedulers(given: object) -> list[LRScheduler] | None:
+def _schedulers(value: object) -> list[LRScheduler] | None:
     """Return one or several schedulers as a list; None for anything else."""
-    listed = given if isinstance(given, list | tuple) and given else [given]
+    listed = value if isinstance(value, list | tuple) and value else [value]
     found = [each for each in listed if isinstance(each, LRScheduler)]
     return found if len(found) == len(listed) else None
 
@@ -208,24 +208,24 @@ def _made(factory: Callable[..., object], optimizer: Optimizer) -> list[LRSchedu
     return listed
 
 
-def function_of_step(given: object) -> ScheduleFn:
+def function_of_step(function: object) -> ScheduleFn:
     """Return a function of (step, fraction) that calls the user's ``f(step)`` or ``f(step, fraction)`` and checks the
     returned factor on each base learning rate.
     """
     forms = "f(step) or f(step, fraction) that returns the factor on the learning rate"
-    if not callable(given) or isinstance(given, type):
-        what = f"the class {given.__name__}" if isinstance(given, type) else f"a {type(given).__name__}"
+    if not callable(function) or isinstance(function, type):
+        what = f"the class {function.__name__}" if isinstance(function, type) else f"a {type(function).__name__}"
         raise UsageError(
             f"the schedule is {what}", remedy=f"give a name, an LRScheduler of torch, or a function: {forms}"
         )
-    name = getattr(given, "__name__", type(given).__name__)
-    takes_fraction = _takes_fraction(given)
+    name = getattr(function, "__name__", type(function).__name__)
+    takes_fraction = _takes_fraction(function)
     if takes_fraction is None:
-        shown = f"{name}{inspect.signature(given)}"
+        shown = f"{name}{inspect.signature(function)}"
         raise UsageError(f"the schedule {shown} takes neither one nor two arguments", remedy=f"write {forms}")
 
     def schedule(step: int, fraction: float) -> float:
-        factor = given(step, fraction) if takes_fraction else given(step)
+        factor = function(step, fraction) if takes_fraction else function(step)
         if isinstance(factor, Tensor):
             factor = float(factor)
         if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 <= factor < float("inf"):

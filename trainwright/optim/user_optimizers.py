@@ -93,7 +93,7 @@ def arguments_of(
     return groups() if takes_lr else [p for p in model.parameters() if p.requires_grad], rate
 
 
-def as_one(given: object, model: nn.Module, loss: object = None, *, closures: bool = False) -> Optimizer:
+def as_one(optimizers: object, model: nn.Module, loss: object = None, *, closures: bool = False) -> Optimizer:
     """Return an optimizer, or several that are stepped together, over parameters of the model (and of the loss).
 
     ``closures``: accept optimizers that need a closure.
@@ -102,7 +102,7 @@ def as_one(given: object, model: nn.Module, loss: object = None, *, closures: bo
         UsageError: An optimizer cannot be stepped in this way, a parameter is not the model's (or the loss's), or a
             parameter is in two optimizers.
     """
-    parts = given if isinstance(given, list | tuple) else [given]
+    parts = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
     require = require_optimizer if closures else require_plain_step
     flat = [each for part in parts for each in parts_of(require(part))]
     if not flat:
@@ -128,9 +128,9 @@ def require_optimizer(optimizer: object) -> Optimizer:
     return optimizer
 
 
-def require_plain_step(given: object) -> Optimizer:
+def require_plain_step(value: object) -> Optimizer:
     """Return the optimizer. Raises UsageError for any other object, and if step needs a closure, as in LBFGS."""
-    optimizer = require_optimizer(given)
+    optimizer = require_optimizer(value)
     needed = [
         name
         for name, each in list(inspect.signature(type(optimizer).step).parameters.items())[1:]  # schedulers wrap step
@@ -162,11 +162,11 @@ def _require_disjoint(parts: Sequence[Optimizer]) -> None:
 def _require_of(parts: Sequence[Optimizer], model: nn.Module, loss: object) -> None:
     of_loss = {id(p) for p in loss.parameters()} if isinstance(loss, nn.Module) else set()
     known = {*map(id, model.parameters()), *of_loss}
-    strange = [p for p in chain.from_iterable(map(_parameters, parts)) if id(p) not in known]
-    if strange:
+    unknown = [p for p in chain.from_iterable(map(_parameters, parts)) if id(p) not in known]
+    if unknown:
         raise UsageError(
-            f"{len(strange)} parameters of the optimizer are not those of the model, the first of shape "
-            f"{tuple(strange[0].shape)}",
+            f"{len(unknown)} parameters of the optimizer are not those of the model, the first of shape "
+            f"{tuple(unknown[0].shape)}",
             remedy="make it from the parameters of the model that is trained; where the recipe changes the model "
             "(lora, several ranks), give a class or a partial: functools.partial(torch.optim.SGD, momentum=0.9)",
         )

@@ -69,7 +69,7 @@ class BatchPlan:
         return f"in micro-batches of at most {self.micro}: accumulation {self.accumulation}, ranks {self.ranks}"
 
 
-def batch_of(ask: Batch, user_batches: UserBatches | None, *, ranks: int = 1) -> BatchPlan:
+def batch_of(batch: Batch, user_batches: UserBatches | None, *, ranks: int = 1) -> BatchPlan:
     """Return the batch plan of a recipe.
 
     If the user's data come in batches (``user_batches``), steps consist of these batches. If their size is unknown,
@@ -78,9 +78,9 @@ def batch_of(ask: Batch, user_batches: UserBatches | None, *, ranks: int = 1) ->
     Raises RecipeError when the recipe contradicts itself.
     """
     if user_batches is None:
-        return solve_batch(ask.size, ask.micro, ask.accumulation, ranks=ranks)
-    size, joined = user_batches.size or 1, ask.accumulation or 1
-    micro = size if ask.micro is None or ask.micro == "auto" or user_batches.ready else min(ask.micro, size)
+        return solve_batch(batch.size, batch.micro, batch.accumulation, ranks=ranks)
+    size, joined = user_batches.size or 1, batch.accumulation or 1
+    micro = size if batch.micro is None or batch.micro == "auto" or user_batches.ready else min(batch.micro, size)
     return BatchPlan(size * joined, micro, -(-size // micro) * joined, ranks)
 
 

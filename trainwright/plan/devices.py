@@ -63,8 +63,8 @@ def rate(group: RankGroup, node: ClusterNode) -> float:
     """Return the bytes/s at which a rank of the group sends while all other groups of its kind do the same."""
     if group.nodes == 1:
         return node.link * LINK_EFFICIENCY
-    share = node.network * group.local / node.ranks  # (node.ranks / group.local) groups share a machine's network
-    return min(node.link, share) * LINK_EFFICIENCY
+    network = node.network * group.local / node.ranks  # (node.ranks / group.local) groups network a machine's network
+    return min(node.link, network) * LINK_EFFICIENCY
 
 
 def seconds(collective: Collective, num_bytes: float, group: RankGroup, node: ClusterNode) -> float:
@@ -202,12 +202,10 @@ def _device(name: str, figures: object, where: str, problems: list[Problem]) -> 
     for key in row:
         if key not in (*_REQUIRED, *_OPTIONAL):
             wrong(key, "is no figure of a device", suggest(str(key), (*_REQUIRED, *_OPTIONAL)))
-    if "price" in row and not _positive(row["price"]):
-        wrong("price", "must be a number above 0", "write for example price: 1.79, in US dollars an hour")
-    numbers = [key for key in _RATES if key in row]
-    for key in {"bandwidth", *numbers}:
+    for key in {"bandwidth", *(key for key in (*_RATES, "price") if key in row)}:
         if not _positive(row.get(key)):
-            wrong(key, "must be a number above 0", "write for example bandwidth: 2e12, in bytes/s")
+            example = "price: 1.79, in US dollars an hour" if key == "price" else "bandwidth: 2e12, in bytes/s"
+            wrong(key, "must be a number above 0", f"write for example {example}")
     flops = row.get("flops")
     flops = flops if isinstance(flops, dict) else {}
     if not {"fp32"} <= set(flops) <= set(PRECISIONS) or not all(map(_positive, flops.values())):
@@ -222,19 +220,18 @@ def _device(name: str, figures: object, where: str, problems: list[Problem]) -> 
     node = _node(row["node"], wrong) if "node" in row else SINGLE_DEVICE_NODE
     if len(problems) > before:
         return None
-    device = Device(
+    rates: dict[str, Any] = {key: float(row[key]) for key in _RATES if key in row}
+    return Device(
         name,
         kind=row.get("kind", "cuda"),
         memory_bytes=memory,
-        bandwidth=float(row["bandwidth"]),
         flops={key: float(value) for key, value in flops.items()},
         source=str(row.get("source", where)),
         node=node,
         price=float(row["price"]) if "price" in row else None,
         priced=str(row.get("priced", where)) if "price" in row else "",
+        **rates,
     )
-    rates: dict[str, Any] = {key: float(row[key]) for key in numbers if key != "bandwidth"}
-    return replace(device, **rates)
 
 
 def _node(figures: object, wrong: Callable[[str, str, str], None]) -> ClusterNode:

@@ -296,10 +296,16 @@ def _swa(recipe: Recipe, whole: Extent, pace: Pace) -> SwaPlan | None:
     every = interval(swa.every, whole, pace, "model.swa.every").steps
     anneal = Duration(0, "steps") if swa.lr is None else swa.anneal
     annealed = span(anneal, whole, pace, "model.swa.anneal")
-    for name, asked, found in (("start", swa.start, start), ("every", swa.every, every), ("anneal", anneal, annealed)):
+    for name, written, found in (
+        ("start", swa.start, start),
+        ("every", swa.every, every),
+        ("anneal", anneal, annealed),
+    ):
         if not isinstance(found, int):
             rule = "must be a number of steps: the run is budgeted in time"
-            raise RecipeError(Problem(f"model.swa.{name}", rule, got=str(asked), remedy="write for example 1000steps"))
+            raise RecipeError(
+                Problem(f"model.swa.{name}", rule, got=str(written), remedy="write for example 1000steps")
+            )
     assert isinstance(start, int) and every is not None
     if whole.steps is not None and start > whole.steps:
         rule = f"is step {start}, after the end of the run at step {whole.steps}"

@@ -95,22 +95,22 @@ NEEDS_WHOLE = ("adafactor", "lamb", "lars")
 """Optimizers that need the full matrix to update an element, but do not gather it."""
 
 
-def solve_degrees(ask: Parallel, ranks: int) -> Degrees:
+def solve_degrees(parallel: Parallel, ranks: int) -> Degrees:
     """Fill in the axes that are ``auto``. Raises RecipeError if the product cannot be ``ranks``.
 
     If the plan has not resolved the ``auto`` axes, the first of them gets the ranks that the fixed axes leave, the
     others are 1. If ``replicate`` is ``auto``, too, it gets these ranks instead.
     """
-    degrees = {axis: size for axis in AXES if axis != "replicate" and (size := getattr(ask, axis)) != "auto"}
+    degrees = {axis: size for axis in AXES if axis != "replicate" and (size := getattr(parallel, axis)) != "auto"}
     fixed = Degrees(**degrees)
-    if ask.open_axes and ask.replicate != "auto":
-        fixed = replace(fixed, **{ask.open_axes[0]: max(1, ranks // (fixed.ranks * ask.replicate))})
-    copies = max(1, ranks // fixed.ranks) if ask.replicate == "auto" else ask.replicate
+    if parallel.open_axes and parallel.replicate != "auto":
+        fixed = replace(fixed, **{parallel.open_axes[0]: max(1, ranks // (fixed.ranks * parallel.replicate))})
+    copies = max(1, ranks // fixed.ranks) if parallel.replicate == "auto" else parallel.replicate
     found = replace(fixed, replicate=copies)
     if found.ranks == ranks:
         return found
     processes = found.ranks
-    if ask.replicate == "auto":
+    if parallel.replicate == "auto":
         processes = fixed.ranks * max(1, round(ranks / fixed.ranks))
         found = replace(fixed, replicate=1)
     layouts = " or ".join(map(str, nearest(found, ranks)))

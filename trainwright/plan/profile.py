@@ -245,7 +245,7 @@ class _Tree:
         self.children = children_of(profile.modules)
         self.names = {"": ""}
         self._signatures: dict[str, int] = {}
-        self._own = _by_module(profile)
+        self._nodes_of = _by_module(profile)
         self._groups: list[tuple[str, list[ModuleProfile]]] = [("", [profile.modules[0]])]
         self._walk([profile.modules[0]], "")
 
@@ -271,9 +271,9 @@ class _Tree:
         if module.path not in self._signatures:
             below = [(child.name, self._signature(child)) for child in self.children.get(module.path, [])]
             tied = tuple(name.removeprefix(f"{module.path}.") for name in module.tied)
-            own = (module.kind, module.parameters, module.trainable, tied, module.calls, module.output)
-            work = (module.forward_flops, module.backward_flops, tuple(self._own.get(module.path, ())))
-            self._signatures[module.path] = hash((own, work, tuple(below)))
+            itself = (module.kind, module.parameters, module.trainable, tied, module.calls, module.output)
+            work = (module.forward_flops, module.backward_flops, tuple(self._nodes_of.get(module.path, ())))
+            self._signatures[module.path] = hash((itself, work, tuple(below)))
         return self._signatures[module.path]
 
     def rows(self) -> Iterator[ModuleRow]:
@@ -281,7 +281,7 @@ class _Tree:
         for path, members in self._groups:
             within_them = [module for each in members for module in self._subtree(each)]
             first = members[0]
-            kept = sum(size for module in within_them for _, size, _ in self._own.get(module.path, ()))
+            kept = sum(size for module in within_them for _, size, _ in self._nodes_of.get(module.path, ()))
             yield ModuleRow(
                 path,
                 path.rpartition(".")[2],

@@ -81,8 +81,8 @@ def _work_rows(scaled: Scaled, micro: int, accumulation: int) -> Iterator[tuple[
 
 def peak_rate(device: Device, precision: str) -> float:
     """Return the FLOP/s of the device in a recipe's precision, the denominator of utilisation."""
-    own = rate(device, "float32", precision) if precision in ("fp32", "tf32") else device.flops.get(precision, 0.0)
-    return own or device.flops["fp32"]
+    peak = rate(device, "float32", precision) if precision in ("fp32", "tf32") else device.flops.get(precision, 0.0)
+    return peak or device.flops["fp32"]
 
 
 def rate(device: Device, dtype: str, precision: str) -> float:

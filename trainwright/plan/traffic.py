@@ -139,17 +139,17 @@ class StepTraffic:
             return
         samples = self.micro * self.accumulation
         blocks = self.weights.blocks.times
-        ask = self.activations
+        activations = self.activations
         for pass_, sizes, once in (
-            ("forward", ask.tensor_forward, ask.once_forward),
-            ("backward", ask.tensor_backward, ask.once_backward),
-            ("backward", ask.tensor_again, ()),
+            ("forward", activations.tensor_forward, activations.once_forward),
+            ("backward", activations.tensor_backward, activations.once_backward),
+            ("backward", activations.tensor_again, ()),
         ):
             if calls := len(sizes) * blocks + len(once):
                 whole = (sum(sizes) * blocks + sum(once)) * samples
                 yield "tensor", "all-reduce", "activations", pass_, calls * self.accumulation, whole, False
-        if ask.once_gathered:
-            calls, whole = len(ask.once_gathered) * self.accumulation, sum(ask.once_gathered) * samples
+        if activations.once_gathered:
+            calls, whole = len(activations.once_gathered) * self.accumulation, sum(activations.once_gathered) * samples
             yield "tensor", "all-gather", "activations", "forward", calls, whole, False
 
     def _context(self) -> Iterator[_Row]:
@@ -157,11 +157,11 @@ class StepTraffic:
             return
         samples = self.micro * self.accumulation
         blocks = self.weights.blocks.times
-        ask = self.activations
+        activations = self.activations
         kinds: tuple[tuple[str, Collective, tuple[int, ...]], ...] = (
-            ("forward", "all-gather", ask.context_forward),
-            ("backward", "all-gather", ask.context_again),
-            ("backward", "reduce-scatter", ask.context_forward),
+            ("forward", "all-gather", activations.context_forward),
+            ("backward", "all-gather", activations.context_again),
+            ("backward", "reduce-scatter", activations.context_forward),
         )
         for pass_, collective, sizes in kinds:
             if calls := len(sizes) * blocks * self.accumulation:

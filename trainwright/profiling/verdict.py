@@ -94,7 +94,7 @@ class ProfileFacts:
         """Seconds in the forward pass, the backward pass and the update."""
         return sum(self.phases.get(phase, 0.0) for phase in COMPUTE)
 
-    def share(self, *phases: str) -> float:
+    def fraction(self, *phases: str) -> float:
         """Return the fraction of a step that these phases take."""
         return sum(self.phases.get(phase, 0.0) for phase in phases) / self.step_s if self.step_s else 0.0
 
@@ -152,13 +152,13 @@ class BoundVerdict:
 def judge(facts: ProfileFacts, device: Device) -> BoundVerdict:
     """Return the verdict on a profile that was measured on ``device``."""
     spent = _time_by_resource(facts, device)
-    waits = {name: facts.share(*phases) for name, phases in WAITS.items()}
+    waits = {name: facts.fraction(*phases) for name, phases in WAITS.items()}
     main = max(waits, key=lambda name: waits[name])
     of_compute = _compute_bound(facts, spent)
     # Launch-bound computation can be made faster, too. Then a wait must take as long to count as the bottleneck.
-    least = facts.share(*COMPUTE) if of_compute == "launch" else MIN_BOTTLENECK_FRACTION
+    least = facts.fraction(*COMPUTE) if of_compute == "launch" else MIN_BOTTLENECK_FRACTION
     bound: Bound = main if waits[main] >= min(least, 0.5) else of_compute  # type: ignore[assignment]
-    named = {name for name, share in waits.items() if share >= MIN_REPORTED_FRACTION} | {bound}
+    named = {name for name, fraction in waits.items() if fraction >= MIN_REPORTED_FRACTION} | {bound}
     flops = sum(work.flops for work in facts.work)
     mfu = flops / (facts.step_s * peak_rate(device, facts.precision)) if flops and facts.step_s else None
     return BoundVerdict(
@@ -202,15 +202,15 @@ def _compute_bound(facts: ProfileFacts, spent: Mapping[str, float]) -> Bound:
 def _headline(bound: Bound, facts: ProfileFacts) -> str:
     match bound:
         case "input":
-            return f"input-bound: {facts.share('data'):.0%} of a step waits for data, {_readers(facts)}"
+            return f"input-bound: {facts.fraction('data'):.0%} of a step waits for data, {_readers(facts)}"
         case "communication":
-            return f"communication-bound: {facts.share('exchange'):.0%} of a step exchanges with other ranks"
+            return f"communication-bound: {facts.fraction('exchange'):.0%} of a step exchanges with other ranks"
         case "overhead":
-            saving, looking = facts.share("saving"), facts.share("looking", "evaluation")
+            saving, looking = facts.fraction("saving"), facts.fraction("looking", "evaluation")
             what = "saves checkpoints" if saving >= looking else f"runs observers ({_slowest_observer(facts)})"
             return f"bound by overhead: {max(saving, looking):.0%} of a step {what}"
         case "own code":
-            loop = f"{facts.share('loop'):.0%}"
+            loop = f"{facts.fraction('loop'):.0%}"
             return f"bound by code of the loop: {loop} of a step runs beside the model and the optimizer"
         case "launch":
             each = human_seconds(facts.compute_s / max(1, _calls(facts)))
@@ -218,7 +218,9 @@ def _headline(bound: Bound, facts: ProfileFacts) -> str:
         case "memory-bandwidth":
             return "memory-bandwidth-bound: most operators wait for memory, not for arithmetic"
         case _:
-            return f"compute-bound: {facts.share('forward', 'backward'):.0%} of a step is forward and backward passes"
+            return (
+                f"compute-bound: {facts.fraction('forward', 'backward'):.0%} of a step is forward and backward passes"
+            )
 
 
 def _readers(facts: ProfileFacts) -> str:
@@ -267,21 +269,23 @@ def _advice(facts: ProfileFacts, device: Device, bound: Bound, named: set[str]) 
     """Yield advice in the order in which to try it."""
     if bound == "input":
         yield from _of_input(facts)
-    if facts.share("saving") >= MIN_REPORTED_FRACTION:
-        times = max(2, round(facts.share("saving") / TARGET_SAVING_FRACTION))
-        why = f"saving takes {facts.share('saving'):.0%} of a step; then below {TARGET_SAVING_FRACTION:.0%}"
+    if facts.fraction("saving") >= MIN_REPORTED_FRACTION:
+        times = max(2, round(facts.fraction("saving") / TARGET_SAVING_FRACTION))
+        why = f"saving takes {facts.fraction('saving'):.0%} of a step; then below {TARGET_SAVING_FRACTION:.0%}"
         yield Advice(f"save every {times} times as many steps (checkpoint.every)", why)
-    if facts.share("looking") >= MIN_REPORTED_FRACTION:
-        yield Advice(f"run {_slowest_observer(facts)} less often", f"it takes {facts.share('looking'):.0%} of a step")
+    if facts.fraction("looking") >= MIN_REPORTED_FRACTION:
+        yield Advice(
+            f"run {_slowest_observer(facts)} less often", f"it takes {facts.fraction('looking'):.0%} of a step"
+        )
     if "communication" in named:
         yield Advice("accumulate micro-batches, or exchange over a faster link", "exchanges take a part of each step")
     if facts.syncs:
         one = facts.syncs[0]
         often = "in each step" if one.calls == 1 else f"{one.calls} times per step"
         yield Advice(f"leave out the host sync at {one.site}, or do it less often", f"{one.op} {often}")
-    if facts.fused is False and facts.share("update") >= MIN_REPORTED_FRACTION:
+    if facts.fused is False and facts.fraction("update") >= MIN_REPORTED_FRACTION:
         yield Advice(
-            "a fused optimizer", f"the update takes {facts.share('update'):.0%}", ("optimizer.args.fused=true",)
+            "a fused optimizer", f"the update takes {facts.fraction('update'):.0%}", ("optimizer.args.fused=true",)
         )
     if bound in ("compute", "memory-bandwidth"):
         yield from _of_precision(facts, device, bound)

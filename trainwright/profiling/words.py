@@ -131,8 +131,8 @@ class Profile:
         yield f"next      {self.next}"
         yield f"step      {human_seconds(facts.step_s)}, over {facts.steps} steps at full speed, in {facts.precision}"
         for phase, seconds in facts.phases.items():
-            if facts.share(phase) >= 0.005:
-                yield f"  {phase:<11} {human_seconds(seconds):>9}  {facts.share(phase):4.0%}"
+            if facts.fraction(phase) >= 0.005:
+                yield f"  {phase:<11} {human_seconds(seconds):>9}  {facts.fraction(phase):4.0%}"
         yield from (f"evidence  {each}" for each in verdict.evidence)
         yield from (f"tried     {each}" for each in self.tried if each.seen is not None)
         yield from (f"advice    {each}" for each in self.open)

@@ -198,11 +198,11 @@ class Blueprint:
         """Return copies of the user's optimizers over the parameters of ``model``, without state."""
         assert self.live is not None
         parts = self.optimizer if isinstance(self.optimizer, list | tuple) else [self.optimizer]
-        given = [require_optimizer(each) for each in parts]
+        optimizers = [require_optimizer(each) for each in parts]
         fakes = dict(model.named_parameters())
         memo: dict[int, object] = {id(each): fakes[name] for name, each in self.live.named_parameters()}
-        memo |= {id(part.state): defaultdict(dict) for each in given for part in parts_of(each)}
-        return as_one(copy.deepcopy(given, memo), model, self.loss, closures=True)
+        memo |= {id(part.state): defaultdict(dict) for each in optimizers for part in parts_of(each)}
+        return as_one(copy.deepcopy(optimizers, memo), model, self.loss, closures=True)
 
 
 def make_blueprint(loaded: Loaded, parts: Parts | None = None) -> Blueprint:

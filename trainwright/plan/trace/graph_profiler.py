@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from trainwright.plan.profile import LOSS, GraphProfile, ModuleProfile, Node, Role, SavedTensor
 from trainwright.plan.trace.fake_tensors import AutogradNode, next_sequence_number
+from trainwright.plan.trace.operator_call import tensors_in
 from trainwright.plan.trace.tracker import ModulePaths
 
 _RAW = "_raw_saved_"
@@ -42,13 +43,13 @@ class GraphProfiler:
     def _on_enter(self, _module: nn.Module, args: object, kwargs: object) -> None:
         path = self.paths.stack[-1]
         self.calls[path] += 1
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = tensors_in((args, kwargs))
         self.inputs.setdefault(path, {}).update({t.untyped_storage()._cdata: t.detach() for t in tensors})
 
     def _on_leave(self, module: nn.Module, _args: object, output: object) -> None:
         if module is self.model:
             self._end = next_sequence_number()
-        first = next((leaf for leaf in tree_leaves(_values(output)) if isinstance(leaf, Tensor)), None)
+        first = next(tensors_in((output,)), None)
         if first is not None:
             self.outputs.setdefault(self.paths.stack[-1], tuple(first.shape))
 
@@ -90,10 +91,10 @@ class GraphProfiler:
     def _modules(self, storages: _Storages) -> Iterator[ModuleProfile]:
         owners: dict[int, str] = {}
         for path, module in self.model.named_modules(remove_duplicate=False):
-            own = {name: p for name, p in module._parameters.items() if p is not None}
-            tied = tuple(owners[id(p)] for p in own.values() if id(p) in owners)
-            new = {id(p): p for p in own.values() if id(p) not in owners}
-            for name, p in own.items():
+            parameters = {name: p for name, p in module._parameters.items() if p is not None}
+            tied = tuple(owners[id(p)] for p in parameters.values() if id(p) in owners)
+            new = {id(p): p for p in parameters.values() if id(p) not in owners}
+            for name, p in parameters.items():
                 owners.setdefault(id(p), f"{path}.{name}" if path else name)
             inputs = tuple(storages.saved("", tensor) for tensor in self.inputs.get(path, {}).values())
             yield ModuleProfile(
@@ -179,8 +180,3 @@ def _append(found: list[tuple[str, Tensor]], name: str, tensor: Tensor) -> Tenso
 
 def _identity(packed: Tensor) -> Tensor:
     return packed
-
-
-def _values(output: object) -> object:
-    """Return the values of a ModelOutput, which not every version of torch treats as a pytree."""
-    return tuple(output.values()) if isinstance(output, dict) else output

@@ -129,12 +129,12 @@ def survey_ranks(loaded: Loaded, device: Device, *, parts: Parts | None = None, 
     for each in _traced_degrees(recipe.parallel.tensor, powers, decides):
         if shape.cuts and models[1].blocks and all(cut.size % each == 0 for cut in shape.cuts):
             models[each] = rank_model(plain, DIVIDED_POLICIES, tensor=each)
-    ask, in_parts = recipe.parallel, dict[tuple[int, int], RankModel]()
-    beside = {1, ask.tensor} if isinstance(ask.tensor, int) else {1}  # combining every degree would take long
-    for each in _traced_degrees(ask.context, powers, decides):
-        is_asked = each == ask.context
-        if models[1].blocks and (is_asked or _has_long_parts(plain.blueprint, shape, each)):
-            with nullcontext() if is_asked else suppress(UsageError):  # such as for a loss that returns a mean
+    parallel, in_parts = recipe.parallel, dict[tuple[int, int], RankModel]()
+    beside = {1, parallel.tensor} if isinstance(parallel.tensor, int) else {1}  # combining every degree would take long
+    for each in _traced_degrees(parallel.context, powers, decides):
+        is_written = each == parallel.context
+        if models[1].blocks and (is_written or _has_long_parts(plain.blueprint, shape, each)):
+            with nullcontext() if is_written else suppress(UsageError):  # such as for a loss that returns a mean
                 for degree in sorted(beside & {*models}):
                     in_parts[degree, each] = rank_model(plain, DIVIDED_POLICIES, tensor=degree, context=each)
     return ManyRanks(copies, models, device, size, survey.precision, shape, in_parts)
@@ -181,12 +181,12 @@ def _without_chunks(loaded: Loaded) -> Loaded:
 
 def shape_of(blueprint: Blueprint) -> ModelShape:
     """Return the limits that a model sets for its layouts; ``cuts`` is empty without a plan for tensor parallelism."""
-    ask = blueprint.loaded.recipe.parallel
+    parallel = blueprint.loaded.recipe.parallel
     with fake_tensors():
         model = blueprint.model(torch.device("cpu"))
-        table = stage_plan(model, ask.stages)
+        table = stage_plan(model, parallel.stages)
         try:
-            return model_shape(model, split_plan(model, ask.plan), table)
+            return model_shape(model, split_plan(model, parallel.plan), table)
         except UsageError:
             return replace(model_shape(model, {}, table), cuts=())
 
@@ -351,9 +351,9 @@ def spread(
 
 def _may_have_stages(parts: Parts) -> bool:
     """Return True if the user's objects work with pipeline stages: a loss without weights, and batches of one size."""
-    own = parts.train.own_batches
+    batches = parts.train.own_batches
     trains = isinstance(parts.loss, nn.Module) and any(True for _ in parts.loss.parameters())
-    return not trains and not (own is not None and own.ready)
+    return not trains and not (batches is not None and batches.ready)
 
 
 def options_of(many: ManyRanks, recipe: Recipe, ranks: int) -> list[Placement]:
@@ -373,14 +373,14 @@ def options_of(many: ManyRanks, recipe: Recipe, ranks: int) -> list[Placement]:
 
 
 def _degrees(many: ManyRanks, recipe: Recipe, ranks: int) -> list[Degrees]:
-    ask = recipe.parallel
-    if not ask.open_axes:
+    parallel = recipe.parallel
+    if not parallel.open_axes:
         degrees = solve_layout(recipe, ranks)
         require_fitting(recipe, degrees, many.shape)
         return [degrees]
     candidates = [
         each
         for each in layouts_of(ranks, many)
-        if all(getattr(ask, axis) in ("auto", getattr(each, axis)) for axis in AXES)
+        if all(getattr(parallel, axis) in ("auto", getattr(each, axis)) for axis in AXES)
     ]
     return [each for each in candidates if is_trainable(recipe, each, many.shape)] or [solve_layout(recipe, ranks)]

@@ -99,13 +99,13 @@ def resolve(loaded: Loaded, device: Device, *, parts: Parts | None = None, ranks
         return Resolved(_with_decisions(loaded, offload=False), None, (Note("optimizer offload", "no", why),))
     blueprint, setting = make_blueprint(loaded, parts), recipe.model.activation_checkpointing
     movable = device if can_offload(loaded, device) and not on_cpu else None
-    shares = solve_layout(recipe, ranks).data if ranks > 1 else 1
-    batch = solve_batch(recipe.batch.size, recipe.batch.micro, recipe.batch.accumulation, ranks=shares)
+    data_ranks = solve_layout(recipe, ranks).data if ranks > 1 else 1
+    batch = solve_batch(recipe.batch.size, recipe.batch.micro, recipe.batch.accumulation, ranks=data_ranks)
     budget = device if setting in (*POLICIES, "auto") else with_budget(device, parse_bytes(setting))
     survey = LayoutSurvey(blueprint, device, precision_on(recipe, device))
     fixed = None if recipe.batch.micro == "auto" else batch.micro
 
-    size, policies = -(-batch.size // shares), (setting,) if setting in POLICIES else POLICIES
+    size, policies = -(-batch.size // data_ranks), (setting,) if setting in POLICIES else POLICIES
 
     def chosen(layouts: Sequence[Layout]) -> Choice:
         return choose(with_offload(recipe, layouts, movable, by_default=False), budget, size, micro=fixed)

@@ -280,8 +280,8 @@ def planner_for(blueprint: Blueprint, device: Device, option: Option) -> Checkpo
 
 def with_budget(device: Device, budget_bytes: int) -> Device:
     """Return the device with so little memory that a step can use ``budget_bytes`` of it."""
-    share = device.usable_bytes / device.memory_bytes
-    return device.with_memory(min(device.memory_bytes, int(budget_bytes / share)))
+    usable_fraction = device.usable_bytes / device.memory_bytes
+    return device.with_memory(min(device.memory_bytes, int(budget_bytes / usable_fraction)))
 
 
 def _peak_memory(blueprint: Blueprint, option: Option, device: Device) -> PeakMemory:
