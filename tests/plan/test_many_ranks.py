@@ -24,7 +24,7 @@ def many(size: int = 64, state: float = 8.0) -> ManyRanks:
     """8 GiB of weights: 28 GiB with gradients and moments."""
     layout = Layout("bf16", "none", False, scaled(state=state))
     model = RankModel(WEIGHTS, {"none": Activations(stream=1 << 20)}, {"none": layout}, None)
-    return ManyRanks(model, {1: model}, H100, size, "bf16", ModelShape("made by hand"))
+    return ManyRanks(model, {(1, 1): model}, H100, size, "bf16", ModelShape("made by hand"))
 
 
 def test_ranks_hold_their_part_and_what_is_gathered() -> None:

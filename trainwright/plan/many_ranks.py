@@ -6,7 +6,7 @@ The rule is the same as in ``plan.layout``: choose the simplest layout that fits
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from trainwright.errors import RecipeError, UsageError
@@ -113,22 +113,20 @@ class ManyRanks:
 
     Attributes:
         copies: The model if each rank has a full copy.
-        models: The models with divided weights, by tensor degree. Their loss is not computed in chunks.
+        models: The models with divided weights or sequences, by tensor and context degree, without chunks of the loss.
+            Context degrees that the model does not support, or whose parts would be too short, are missing.
         device: The device of each rank.
         size: Samples per step.
         precision: The precision of the computation.
         shape: The sizes that limit the model's layouts.
-        parts: The models that compute parts of sequences, by tensor and context degree. Empty if the model does not
-            support them, or the parts would be too short.
     """
 
     copies: RankModel
-    models: Mapping[int, RankModel]
+    models: Mapping[tuple[int, int], RankModel]
     device: Device
     size: int
     precision: str
     shape: ModelShape
-    parts: Mapping[tuple[int, int], RankModel] = field(default_factory=dict)
     _grown: dict[tuple[int, int, str], Scaled] = field(default_factory=dict)
     _sharded: dict[tuple[int, int, int, int, str], Scaled] = field(default_factory=dict)
 
@@ -189,9 +187,7 @@ class ManyRanks:
                 f"{degrees} is not planned: the memory and the traffic of experts depend on their load",
                 remedy="give batch.micro and model.activation_checkpointing, or leave parallel.expert out",
             )
-        found = self.models.get(degrees.tensor)
-        if degrees.context > 1:
-            found = self.parts.get((degrees.tensor, degrees.context))
+        found = self.models.get((degrees.tensor, degrees.context))
         if found is None:
             raise UsageError(
                 f"{degrees} is not planned: divided layers and sequences are for models of three equal blocks or more",
@@ -238,7 +234,7 @@ def exposed_s(traffic: Sequence[Traffic], time: StepTime, accumulation: int) -> 
 
 def layouts_of(ranks: int, many: ManyRanks) -> list[Degrees]:
     """Return all degrees whose product is ``ranks``; those that leave ranks without samples only if no others exist."""
-    found = [*_degrees(ranks, many.models), *_in_parts(ranks, many.parts)]
+    found = list(_degrees(ranks, many.models))
     return [each for each in found if each.data <= many.size] or found
 
 
@@ -255,8 +251,12 @@ def is_trainable(recipe: Recipe, degrees: Degrees, shape: ModelShape) -> bool:
     return True
 
 
-def _degrees(ranks: int, models: Mapping[int, RankModel]) -> Iterator[Degrees]:
-    for tensor, model in models.items():
+def _degrees(ranks: int, models: Mapping[tuple[int, int], RankModel]) -> Iterator[Degrees]:
+    for (tensor, context), model in models.items():
+        if context > 1:  # with parts of sequences, there are no shards or stages
+            if ranks % (tensor * context) == 0:
+                yield Degrees(replicate=ranks // (tensor * context), tensor=tensor, context=context)
+            continue
         for pipeline in _divisors(model.layers or 1):
             if (
                 ranks % (tensor * pipeline)
@@ -268,13 +268,6 @@ def _degrees(ranks: int, models: Mapping[int, RankModel]) -> Iterator[Degrees]:
             shards = _divisors(data) if pipeline == 1 else sorted({1, data})
             for shard in shards:
                 yield Degrees(replicate=data // shard, shard=shard, tensor=tensor, pipeline=pipeline)
-
-
-def _in_parts(ranks: int, parts: Iterable[tuple[int, int]]) -> Iterator[Degrees]:
-    """Yield degrees with parts of sequences. They have copies, but no shards or stages."""
-    for tensor, context in parts:
-        if ranks % (tensor * context) == 0:
-            yield Degrees(replicate=ranks // (tensor * context), tensor=tensor, context=context)
 
 
 def best_of(options: Sequence[Placement]) -> Placement:

@@ -124,20 +124,21 @@ def survey_ranks(loaded: Loaded, device: Device, *, parts: Parts | None = None, 
     shape = shape_of(blueprint)
     copies = rank_model(survey, POLICIES, chunked=chunked)
     is_same = survey.precision in ("fp32", "tf32") and not any(each.chunked for each in copies.layouts.values())
-    models = {1: copies if is_same else rank_model(plain, POLICIES)}
+    one = copies if is_same else rank_model(plain, POLICIES)
+    models = {(1, 1): one}
     powers = [2**power for power in range(1, device.node.ranks.bit_length())]
     for each in _traced_degrees(recipe.parallel.tensor, powers, decides):
-        if shape.cuts and models[1].blocks and all(cut.size % each == 0 for cut in shape.cuts):
-            models[each] = rank_model(plain, DIVIDED_POLICIES, tensor=each)
-    parallel, in_parts = recipe.parallel, dict[tuple[int, int], RankModel]()
+        if shape.cuts and one.blocks and all(cut.size % each == 0 for cut in shape.cuts):
+            models[each, 1] = rank_model(plain, DIVIDED_POLICIES, tensor=each)
+    parallel = recipe.parallel
     beside = {1, parallel.tensor} if isinstance(parallel.tensor, int) else {1}  # combining every degree would take long
     for each in _traced_degrees(parallel.context, powers, decides):
         is_written = each == parallel.context
-        if models[1].blocks and (is_written or _has_long_parts(plain.blueprint, shape, each)):
+        if one.blocks and (is_written or _has_long_parts(plain.blueprint, shape, each)):
             with nullcontext() if is_written else suppress(UsageError):  # such as for a loss that returns a mean
-                for degree in sorted(beside & {*models}):
-                    in_parts[degree, each] = rank_model(plain, DIVIDED_POLICIES, tensor=degree, context=each)
-    return ManyRanks(copies, models, device, size, survey.precision, shape, in_parts)
+                for degree in sorted(tensor for tensor in beside if (tensor, 1) in models):
+                    models[degree, each] = rank_model(plain, DIVIDED_POLICIES, tensor=degree, context=each)
+    return ManyRanks(copies, models, device, size, survey.precision, shape)
 
 
 def _traced_degrees(setting: int | str, powers: Sequence[int], decides: bool) -> list[int]:
