@@ -129,7 +129,9 @@ def find_folder(
     needed = [*(["config.json"] if weights else TOKENIZER_FILES), *(["*.py"] if code else [])]
     try:
         cached = Path(hub.snapshot_download(text, revision=revision, local_files_only=True, allow_patterns=needed))
-        missing = _missing_weights(cached) if weights else _missing_tokenizer(cached)
+        missing = _missing_weights(cached) if weights else ""
+        if not weights and not any((cached / name).is_file() for name in TOKENIZER_FILES):
+            missing = f"no {TOKENIZER_FILES[0]}"
     except hub.errors.LocalEntryNotFoundError:
         pass
     if cached is not None and not missing:
@@ -164,11 +166,6 @@ def _missing_weights(folder: Path) -> str:
         names = sorted(set(read_json(folder / INDEX).get("weight_map", {}).values()))
         return next((f"no {name}" for name in names if not (folder / str(name)).is_file()), "")
     return "" if (folder / WEIGHTS).is_file() else f"no {WEIGHTS}"
-
-
-def _missing_tokenizer(folder: Path) -> str:
-    """Return what the tokenizer in a folder lacks; "" if there is one."""
-    return "" if any((folder / name).is_file() for name in TOKENIZER_FILES) else f"no {TOKENIZER_FILES[0]}"
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -423,7 +420,8 @@ def hub_model_of(model: nn.Module) -> Any | None:
     """Return the model of ``transformers`` that ``model`` is, or that PEFT has wrapped; None for any other model."""
     # `transformers.PreTrainedModel` would import the module, which takes seconds
     base = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
-    inside = [model.get_submodule(path) for path in ("", "base_model.model") if _has(model, path)]
+    modules = dict(model.named_modules())
+    inside = [modules.get(path) for path in ("", "base_model.model")]
     return next((each for each in inside if base is not None and isinstance(each, base)), None)
 
 
@@ -431,14 +429,6 @@ def _class_name(model: nn.Module) -> str:
     """Return the name of the author's class, which ``fully_shard`` replaces by a subclass."""
     names = [each.__name__ for each in type(model).__mro__]
     return names[names.index("FSDPModule") + 1] if "FSDPModule" in names else names[0]
-
-
-def _has(model: nn.Module, path: str) -> bool:
-    try:
-        model.get_submodule(path)
-    except AttributeError:
-        return False
-    return True
 
 
 def build_empty(folder: Path) -> Any:

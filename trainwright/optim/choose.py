@@ -73,7 +73,8 @@ def make_optimizer(
     """
     arguments = {key: tuple(value) if isinstance(value, list) else value for key, value in (args or {}).items()}
     if isinstance(name, str) and name in OPTIMIZER_ALIASES:
-        name = _of_package(name)
+        import_optional("pytorch_optimizer", needed_for=f"the optimizer {name}")
+        name = import_factory(OPTIMIZER_ALIASES[name].factory)
     if isinstance(name, str):
         require_choice("optimizer", name, OPTIMIZER_NAMES)
         lr = OPTIMIZERS[name].lr if lr is None else lr
@@ -107,12 +108,6 @@ def make_optimizer(
     built_in = _call(import_factory(row.factory), groups, {"lr": lr, **arguments}, offload=offload)
     assert isinstance(built_in, Optimizer)
     return built_in
-
-
-def _of_package(alias: str) -> Factory:
-    """Return the class of pytorch_optimizer for a short name. Raises MissingExtra if it is not installed."""
-    import_optional("pytorch_optimizer", needed_for=f"the optimizer {alias}")
-    return import_factory(OPTIMIZER_ALIASES[alias].factory)
 
 
 def _require_decay(optimizer: Optimizer, shared: GroupSettings) -> None:

@@ -394,13 +394,10 @@ def grow_trace(trace: Trace, blocks: Blocks, count: int) -> Trace:
             held[kind] = max(0, held.get(kind, 0) + more * size)
         held["weights"] = held.get("weights", 0) + more * blocks.weight_bytes
         held["optimizer"] = held.get("optimizer", 0) * weight_ratio
-        moments.append(
-            Moment(
-                moment.phase, moment.micro, moment.module, moment.op, {kind: round(size) for kind, size in held.items()}
-            )
-        )
+        moments.append(replace(moment, held={kind: round(size) for kind, size in held.items()}))
     work = tuple(_grow_work(each, blocks, count, weight_ratio) for each in trace.work)
-    return replace(trace, moments=tuple(moments), work=work, kept=_kept_bytes(trace, blocks, count))
+    kept_bytes = {path: size * (count - 1 if _within(path, blocks.second) else 1) for path, size in trace.kept.items()}
+    return replace(trace, moments=tuple(moments), work=work, kept=kept_bytes)
 
 
 def _within(module: str, block: str) -> bool:
@@ -440,7 +437,3 @@ def _grow_work(work: Work, blocks: Blocks, count: int, weight_ratio: float) -> W
     return replace(
         work, calls=round(work.calls * times), flops=round(work.flops * times), bytes=round(work.bytes * times)
     )
-
-
-def _kept_bytes(trace: Trace, blocks: Blocks, count: int) -> dict[str, int]:
-    return {path: size * (count - 1 if _within(path, blocks.second) else 1) for path, size in trace.kept.items()}

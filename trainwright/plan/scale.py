@@ -84,7 +84,7 @@ class Scaled:
         If the operators of the traces differ, as with a loss in chunks, the peaks of stretches in one module are
         paired, or else the peaks of the phases.
         """
-        for view in (_all, _by_module, _by_phase):
+        for view in (list, _by_module, _by_phase):
             one, two = view(self.small.moments), view(self.large.moments)
             if _places(one) == _places(two) or view is _by_phase:
                 break
@@ -133,7 +133,10 @@ def accumulate(trace: Trace, accumulation: int) -> Trace:
         replace(each, held={**each.held, "inputs": each.held.get("inputs", 0) + inputs})
         for each in (*passes, *again, *rest)
     )
-    work = [_times(each, accumulation) if each.phase in PASSES else each for each in trace.work]
+    work = []
+    for each in trace.work:
+        times = accumulation if each.phase in PASSES else 1
+        work.append(replace(each, calls=each.calls * times, flops=each.flops * times, bytes=each.bytes * times))
     adding = Work("backward", "", "add_", "float32", accumulation - 1, 0, 3 * sums * (accumulation - 1))
     return replace(trace, moments=moments, work=(*work, adding))
 
@@ -165,10 +168,6 @@ def _places(moments: Sequence[Moment]) -> list[tuple[str, str]]:
     return [(moment.phase, moment.module) for moment in moments]
 
 
-def _all(moments: Sequence[Moment]) -> list[Moment]:
-    return list(moments)
-
-
 def _by_module(moments: Sequence[Moment]) -> list[Moment]:
     """Return the peak and the last moment of each stretch in one module."""
     found = []
@@ -189,7 +188,3 @@ def _by_phase(moments: Sequence[Moment]) -> list[Moment]:
 
 def _inputs(trace: Trace) -> int:
     return trace.resident.get("inputs", 0)
-
-
-def _times(work: Work, count: int) -> Work:
-    return replace(work, calls=work.calls * count, flops=work.flops * count, bytes=work.bytes * count)

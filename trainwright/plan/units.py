@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from trainwright.plan.call_trace import Kind, Moment, Trace, Work
+from trainwright.plan.call_trace import Kind, Moment, Trace
 from trainwright.plan.scale import PASSES, Scaled
 
 Zero = int  # the ZeRO stage: 1, 2 or 3
@@ -91,14 +91,11 @@ def shard_trace(trace: Trace, weights: Weights, ranks: int, zero: Zero) -> Trace
     largest = max((unit.whole_bytes(trained=True) for unit in rest), default=0)
     sent = 2 * (weights.root.whole_bytes(trained=True) + largest)
     moments = tuple(_cut(moment, part, gathered, sent, zero) for moment in trace.moments)
-    return replace(trace, moments=moments, work=tuple(_of_part(each, part) for each in trace.work))
-
-
-def _of_part(work: Work, part: float) -> Work:
-    """Return the work of a rank, which updates only its part."""
-    if work.phase != "update":
-        return work
-    return replace(work, flops=round(work.flops * part), bytes=round(work.bytes * part))
+    work = []
+    for each in trace.work:
+        fraction = part if each.phase == "update" else 1  # a rank updates only its part
+        work.append(replace(each, flops=round(each.flops * fraction), bytes=round(each.bytes * fraction)))
+    return replace(trace, moments=moments, work=tuple(work))
 
 
 def _cut(moment: Moment, part: float, gathered: int, sent: int, zero: Zero) -> Moment:
@@ -112,4 +109,4 @@ def _cut(moment: Moment, part: float, gathered: int, sent: int, zero: Zero) -> M
         held["temporaries"] = held.get("temporaries", 0) * part
     elif grads and zero > 1:
         held["temporaries"] = held.get("temporaries", 0) + min(sent, 2 * grads)
-    return Moment(moment.phase, moment.micro, moment.module, moment.op, {kind: round(b) for kind, b in held.items()})
+    return replace(moment, held={kind: round(size) for kind, size in held.items()})

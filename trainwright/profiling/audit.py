@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from trainwright.plan.call_trace import Work
@@ -60,7 +60,9 @@ def _rows(facts: ProfileFacts, *, on_gpu: bool) -> Iterator[AuditRow]:
 def _dtype_rows(what: str, works: list[Work], facts: ProfileFacts, *, on_gpu: bool) -> Iterator[AuditRow]:
     if not works:
         return
-    flops = _flops_by_dtype(works)
+    flops = Counter[str]()
+    for each in works:
+        flops[each.dtype] += each.flops
     total = sum(flops.values())
     shown = ", ".join(f"{dtype} {flop / total:.0%}" for dtype, flop in flops.most_common(3))
     requested = facts.precision
@@ -110,13 +112,6 @@ def _update_rows(facts: ProfileFacts) -> Iterator[AuditRow]:
     requested = "fused" if facts.fused else "foreach"
     remedy = "optimizer.args.fused needs floating-point parameters on one device"
     yield AuditRow("update", requested, ran, bool(fused) if facts.fused else bool(fused or foreach), remedy)
-
-
-def _flops_by_dtype(works: Iterable[Work]) -> Counter[str]:
-    flops = Counter[str]()
-    for each in works:
-        flops[each.dtype] += each.flops
-    return flops
 
 
 def _is_attention(work: Work) -> bool:

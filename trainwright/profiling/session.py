@@ -91,14 +91,11 @@ class ProfileSession:
         self._steps.append((now_s - self._begin_s, self._sampler.take()))
         self._begin_s = now_s
         total_s = sum(seconds for seconds, _ in self._steps)
-        if len(self._steps) >= (MIN_STEPS if total_s >= self._for_s else MAX_STEPS) or self._is_slow(total_s):
+        takes_seconds = len(self._steps) >= 3 and total_s > 10 * self._for_s  # three timed steps are enough then
+        if len(self._steps) >= (MIN_STEPS if total_s >= self._for_s else MAX_STEPS) or takes_seconds:
             self._close_sampler()
             self._next = self._trace_step
             self._tracer = self._try("trace", lambda: StepTracer(self._roots))
-
-    def _is_slow(self, total_s: float) -> bool:
-        """Return True if steps take seconds: three timed steps are enough then."""
-        return len(self._steps) >= 3 and total_s > 10 * self._for_s
 
     def _trace_step(self) -> None:
         self._traced += 1

@@ -165,7 +165,7 @@ def _saved_tensors(node: AutogradNode) -> tuple[list[tuple[str, Tensor]], int]:
         raw = getattr(node, attribute)
         for one in raw if isinstance(raw, list | tuple) else (raw,):
             try:
-                one.register_hooks(partial(_append, found, attribute.removeprefix(_RAW)), _identity)
+                one.register_hooks(partial(_append, found, attribute.removeprefix(_RAW)), lambda tensor: tensor)
             except RuntimeError as error:
                 if not any(reason in str(error) for reason in (_HAS_HOOKS, _IS_NONE)):
                     raise
@@ -176,7 +176,3 @@ def _saved_tensors(node: AutogradNode) -> tuple[list[tuple[str, Tensor]], int]:
 def _append(found: list[tuple[str, Tensor]], name: str, tensor: Tensor) -> Tensor:
     found.append((name, tensor))
     return tensor
-
-
-def _identity(packed: Tensor) -> Tensor:
-    return packed

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trainwright.assembly.assemble import Parts
-from trainwright.errors import RecipeError, UsageError
+from trainwright.errors import UsageError
 from trainwright.plan.amounts import human_bytes
 from trainwright.plan.batch import solve_batch
 from trainwright.plan.checkpointing import Checkpointing, describe
@@ -114,10 +114,16 @@ def resolve(loaded: Loaded, device: Device, *, parts: Parts | None = None, ranks
     if not choice.fits and not choice.best.layout.chunked and may_chunk(blueprint):
         choice = chosen(survey.layouts_of(policies, chunked=True))
     if not choice.fits:
-        raise _too_large(choice, budget)
+        raise UsageError(
+            f"no micro-batch fits: with {choice.best.layout.checkpointing} checkpointing and {choice.best.micro} "
+            f"samples a step holds {human_bytes(choice.best.peak_bytes)}, and {human_bytes(budget.usable_bytes)} are "
+            "usable",
+            remedy="`trainwright plan RECIPE` lists what would make it fit",
+        )
     best = choice.best
     planned = None
-    notes = _notes(recipe, choice.notes)
+    open_topics = {"micro-batch": recipe.batch.micro, "optimizer offload": recipe.optimizer.offload}
+    notes = [note for note in choice.notes if open_topics.get(note.topic) == "auto"]
     if setting not in POLICIES:
         planned, note = _plan_checkpointing(blueprint, survey, budget, best)
         notes.append(note)
@@ -155,12 +161,6 @@ def is_for(stored: Mapping[str, Any], recipe: Recipe, ranks: int) -> bool:
         return True
     degrees = {axis: getattr(recipe.parallel, axis) for axis in AXES}
     return bool(math.prod(size for size in {**degrees, **layout}.values() if size != "auto") == ranks)
-
-
-def _notes(recipe: Recipe, notes: Sequence[Note]) -> list[Note]:
-    """Return the notes of a choice about values that the recipe leaves open."""
-    topics = {"micro-batch": recipe.batch.micro, "optimizer offload": recipe.optimizer.offload}
-    return [note for note in notes if topics.get(note.topic) == "auto"]
 
 
 def read_resolved(loaded: Loaded, stored: Mapping[str, Any]) -> Resolved:
@@ -207,12 +207,3 @@ def _with_decisions(
     if is_checkpointing_decided:
         by_plan.add(CHECKPOINTING)
     return replace(loaded, recipe=recipe.model_copy(update=changed), by_plan=frozenset(by_plan))
-
-
-def _too_large(choice: Choice, device: Device) -> UsageError | RecipeError:
-    best = choice.best
-    return UsageError(
-        f"no micro-batch fits: with {best.layout.checkpointing} checkpointing and {best.micro} samples a step holds "
-        f"{human_bytes(best.peak_bytes)}, and {human_bytes(device.usable_bytes)} are usable",
-        remedy="`trainwright plan RECIPE` lists what would make it fit",
-    )
