@@ -12,8 +12,8 @@ from trainwright.plan.layout import Layout, Offload, choose, micro_sizes, weigh
 from trainwright.plan.trace.run_forecast import PeakMemory, remedies
 
 DEVICE = Device("some", "cuda", 80 * GIB, 2e12, {"fp32": 2e13, "bf16": 3e14}, host_link=3e10, launch_s=0.0)
-NONE = Layout("bf16", "none", False, scaled(kept=4.0), rank=0, logits_bytes=GIB)
-BLOCK = Layout("bf16", "block", False, scaled(kept=0.5, again=True), rank=4)
+NONE = Layout("bf16", "none", False, scaled(kept=4.0), complexity=0, logits_bytes=GIB)
+BLOCK = Layout("bf16", "block", False, scaled(kept=0.5, again=True), complexity=4)
 
 
 def test_the_plainest_that_fits_is_taken() -> None:

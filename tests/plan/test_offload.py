@@ -13,7 +13,7 @@ from trainwright.recipe import OPTIMIZERS
 
 DEVICE = Device("some", "cuda", 80 * GIB, 2e12, {"fp32": 2e13, "bf16": 3e14}, host_link=3e10, launch_s=0.0)
 NONE = Layout("bf16", "none", False, scaled(kept=4.0))
-BLOCK = Layout("bf16", "block", False, scaled(kept=0.5, again=True), rank=4)
+BLOCK = Layout("bf16", "block", False, scaled(kept=0.5, again=True), complexity=4)
 SMALL = DEVICE.with_memory(20 * GIB)
 """Weights, gradients and moments of the traces take 8, 4 and 16 GiB."""
 

@@ -26,7 +26,7 @@ from trainwright.plan.many_ranks import (
     runners_up,
 )
 from trainwright.plan.parallel import AXES, in_one_process, solve_layout
-from trainwright.plan.trace.finetuning import MethodForecast, compares_methods, forecast_methods, precision_on
+from trainwright.plan.trace.finetuning import MethodForecast, compares_methods, finetuning_precision, forecast_methods
 from trainwright.plan.trace.local_device import named_device
 from trainwright.plan.trace.many_ranks import options_of, survey_ranks
 from trainwright.plan.trace.run_forecast import Forecast, forecast
@@ -189,7 +189,7 @@ def method_lines(methods: Sequence[MethodForecast], device: Device) -> Iterator[
         return
     tokens = methods[0].tokens
     yield ""
-    yield f"fine-tuning on {device.name}, one sequence at a time, blocks recomputed, {precision_on(device)}"
+    yield f"fine-tuning on {device.name}, one sequence at a time, blocks recomputed, {finetuning_precision(device)}"
     yield f"  {'method':<7} {'trained':>15} {f'at {tokens:,} tokens':>16} {'fits':>5} {'longest sequence':>17}"
     for each in methods:
         at = each.at(tokens, device)

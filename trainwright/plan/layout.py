@@ -90,8 +90,9 @@ MAX_MICRO_SIZES = 40
 
 @dataclass(frozen=True)
 class Layout:
-    """One layout of a model, for every micro-batch size. ``checkpointing`` as in a recipe; ``rank`` 0 is the simplest.
+    """One layout of a model, for every micro-batch size.
 
+    ``checkpointing`` is as in a recipe. ``complexity`` orders layouts: the simplest has 0.
     ``logits_bytes`` are the bytes of one sample's complete logits and their gradient in fp32; 0 if the loss cannot be
     chunked. A run computes the loss in chunks for micro-batches of more than ``plain_up_to`` samples, so the layout is
     valid on one side of this limit; None: for all micro-batches. ``scaled`` is the memory and work on the device,
@@ -102,7 +103,7 @@ class Layout:
     checkpointing: str
     chunked: bool
     scaled: Scaled
-    rank: int = 0
+    complexity: int = 0
     logits_bytes: int = 0
     offload: Offload | None = None
     plain_up_to: int | None = None
@@ -154,7 +155,9 @@ def choose(layouts: Sequence[Layout], device: Device, size: int, *, micro: int |
     options = [weigh(layout, device, size, each) for layout in layouts for each in sizes if layout.is_of(each)]
     preferred = [option for option in options if not option.layout.offload] or options
     fitting = [option for option in preferred if option.fits] or [option for option in options if option.fits]
-    best = pick(fitting) if fitting else min(preferred, key=lambda option: (option.peak_bytes, option.layout.rank))
+    best = (
+        pick(fitting) if fitting else min(preferred, key=lambda option: (option.peak_bytes, option.layout.complexity))
+    )
     return Choice(best, tuple(options), _notes(best, options, device, fixed=micro is not None))
 
 
@@ -185,7 +188,7 @@ def pick(options: Iterable[Option]) -> Option:
     enough = min(option.step_s for option in options) * (1 + STEP_TIME_TOLERANCE)
     return min(
         (option for option in options if option.step_s <= enough),
-        key=lambda option: (option.layout.rank, option.accumulation > 1, option.peak_bytes, option.step_s),
+        key=lambda option: (option.layout.complexity, option.accumulation > 1, option.peak_bytes, option.step_s),
     )
 
 

@@ -97,7 +97,7 @@ class Placement:
         return (self.time.flops - self.time.checkpointing_flops) / (self.step_s * self.time.peak_flops)
 
     @property
-    def rank(self) -> tuple[int, ...]:
+    def complexity(self) -> tuple[int, ...]:
         """A sort key: number of axes besides replication, policy, accumulation. The simplest layout has only zeros."""
         axes = sum(getattr(self.degrees, axis) > 1 for axis in AXES if axis != "replicate")
         return (axes, ("none", "selective", "block").index(self.policy), self.accumulation > 1)
@@ -278,11 +278,11 @@ def best_of(options: Sequence[Placement]) -> Placement:
     """
     fitting = [option for option in options if option.fits]
     if not fitting:
-        return min(options, key=lambda option: (option.peak_bytes, option.rank))
+        return min(options, key=lambda option: (option.peak_bytes, option.complexity))
     enough = min(option.step_s for option in fitting) * (1 + STEP_TIME_TOLERANCE)
     return min(
         (each for each in fitting if each.step_s <= enough),
-        key=lambda each: (each.rank, each.exchange_s, each.peak_bytes),
+        key=lambda each: (each.complexity, each.exchange_s, each.peak_bytes),
     )
 
 

@@ -111,7 +111,7 @@ MIN_REPORTED_FRACTION = 0.05
 """Minimum fraction of a step that is reported. Smaller ones are within the noise of a machine with two cores."""
 MIN_BOTTLENECK_FRACTION = 0.25
 """Minimum fraction of a step for which a wait is the bottleneck, if the computation is not launch-bound."""
-CALLS_PER_OPERATOR = 5
+CPU_HOST_TIME_RATIO = 5
 """Ratio on a CPU: host time of an operator in a training step (with autograd and modules) / of the operator alone."""
 CACHED_BYTES = 1 << 20
 """On a CPU: the size up to which inputs and outputs of an operator stay in the caches, in bytes."""
@@ -181,7 +181,7 @@ def _time_by_resource(facts: ProfileFacts, device: Device) -> dict[str, float]:
         needs = {
             "arithmetic": work.flops / (rate(device, work.dtype, facts.precision) * device.reach_flops),
             "memory": 0.0 if is_cached else work.bytes / (device.bandwidth * device.reach_bandwidth),
-            "launches": calls * device.launch_s * (CALLS_PER_OPERATOR if on_cpu else 1),
+            "launches": calls * device.launch_s * (CPU_HOST_TIME_RATIO if on_cpu else 1),
         }
         longest = max(needs, key=lambda name: needs[name])
         spent[longest] += needs[longest]

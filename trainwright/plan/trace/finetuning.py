@@ -54,7 +54,7 @@ class MethodForecast:
 
     def at(self, tokens: int, device: Device) -> Option:
         """Return memory and time of a step with sequences of ``tokens`` on a device."""
-        layout = replace(self.layout, precision=precision_on(device))
+        layout = replace(self.layout, precision=finetuning_precision(device))
         return weigh(layout, device, tokens * self.sequences, tokens)
 
     def longest(self, device: Device) -> int:
@@ -78,7 +78,7 @@ def compares_methods(recipe: Recipe) -> bool:
     return recipe.model.use == "hf" and "name" in recipe.model.args
 
 
-def precision_on(device: Device) -> PrecisionName:
+def finetuning_precision(device: Device) -> PrecisionName:
     """Return the precision of fine-tuning on a device: bf16, or fp16 without it."""
     names: tuple[PrecisionName, ...] = ("bf16", "fp16", "fp32")
     return next(name for name in names if name in device.flops)
@@ -114,8 +114,8 @@ def forecast_methods(loaded: Loaded, device: Device, parts: Parts | None = None)
             if method == "full":
                 raise
             continue  # its layers cannot be adapted or quantized
-        policy = "block" if LayoutSurvey(blueprint, device, precision_on(device)).blocks else "none"
-        layout = Layout(precision_on(device), policy, with_chunks, Scaled(traces[0], traces[1], sizes), 0, 0)
+        policy = "block" if LayoutSurvey(blueprint, device, finetuning_precision(device)).blocks else "none"
+        layout = Layout(finetuning_precision(device), policy, with_chunks, Scaled(traces[0], traces[1], sizes), 0, 0)
         recipe = variant.recipe
         batch = solve_batch(recipe.batch.size, recipe.batch.micro, recipe.batch.accumulation)
         has_length = hasattr(blueprint.train.dataset, "__len__") and blueprint.train.own_batches is None
@@ -166,7 +166,7 @@ def _settings(method: Method, loaded: Loaded) -> Iterator[str]:
 
 def _trace(blueprint: Blueprint, device: Device, tokens: int, *, chunked: bool) -> Trace:
     sample = _resized(blueprint.sample, tokens)
-    survey = LayoutSurvey(replace(blueprint, sample=sample), device, precision_on(device))
+    survey = LayoutSurvey(replace(blueprint, sample=sample), device, finetuning_precision(device))
     return survey.trace(1, chunked=chunked, checkpointing=survey.checkpointing("block") if survey.blocks else None)
 
 

@@ -47,9 +47,9 @@ class LayoutSurvey:
         sizes = self.blueprint.sizes(chunked=chunked)
         checkpointing = self.checkpointing(policy)
         small, large = (self.trace(size, chunked=chunked, checkpointing=checkpointing) for size in sizes)
-        rank = 2 * POLICIES.index(policy) + chunked
+        complexity = 2 * POLICIES.index(policy) + chunked
         logits = 8 * self.blueprint.targets * (self.blueprint.classes or 0)
-        return Layout(self.precision, policy, chunked, Scaled(small, large, sizes), rank, logits)
+        return Layout(self.precision, policy, chunked, Scaled(small, large, sizes), complexity, logits)
 
     def checkpointing(self, policy: str) -> Checkpointing | None:
         """Return the checkpointing of each block under one of ``POLICIES``."""
