@@ -13,7 +13,6 @@ import pytest
 
 from trainwright.plan.machine import (
     Limits,
-    parse_cache_bytes,
     parse_cgroup_paths,
     parse_cpu_quota,
     parse_cpuinfo,
@@ -63,16 +62,11 @@ def test_cpuinfo(text: str, name: str, flags: tuple[str, ...]) -> None:
     assert parse_cpuinfo(text) == (name, flags)
 
 
-def test_cgroup_texts() -> None:
-    paths = parse_cgroup_paths(V1)
-    assert (paths["cpu"], paths["memory"], paths[""]) == ("/docker/abc", "/docker/abc", "/system.slice/docker.service")
+def test_texts_of_control_groups_without_a_limit() -> None:
     assert parse_cgroup_paths("0::/user.slice/a:b.scope\n") == {"": "/user.slice/a:b.scope"}
     assert parse_cpu_quota("max", "100000") == parse_cpu_quota("-1", "100000\n") == math.inf
-    assert parse_memory_limit("8589934592\n") == 8 * GIB
     assert parse_memory_limit("max\n") == math.inf
     assert parse_memory_limit("9223372036854771712\n") == math.inf
-    assert parse_cache_bytes("anon 5\ninactive_file 4096\nactive_file 7\n") == 4096
-    assert parse_cache_bytes("inactive_file 1\ntotal_inactive_file 8192\n") == 8192
 
 
 def write(root: Path, **texts: str) -> None:

@@ -174,14 +174,11 @@ def test_a_shape_that_depends_on_values_is_told_in_words() -> None:
         trace_step(_with_loss(loss), device="cpu")
 
 
-def test_an_error_of_torch_is_told_in_words() -> None:
+def test_an_error_of_torch_and_another_device_are_told_in_words() -> None:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         return (model(batch[0]) @ batch[0]).sum()
 
     with pytest.raises(UsageError, match="the step cannot be simulated"):
         trace_step(_with_loss(loss), device="cpu")
-
-
-def test_another_device_is_told_in_words() -> None:
     with pytest.raises(UsageError, match="simulated device must be one of cpu, cuda"):
         trace_step(make_linear, device="tpu")  # type: ignore[arg-type]
