@@ -55,16 +55,12 @@ MIN_TRACED_SAMPLES = 2
 """Samples in the smaller of two traces. With one sample, some copies become views."""
 
 
-def whole(model: nn.Module) -> None:
-    """Leave the model unchanged."""
-
-
 @dataclass(frozen=True)
 class Blueprint:
     """The objects that a recipe names; only the data is real.
 
     ``live`` is a model passed in Python. ``optimizer`` is an optimizer passed in Python, or several, or a factory.
-    ``part`` is applied to each new model and may reduce it to the part that one rank computes.
+    ``part``, if set, is applied to each new model and may reduce it to the part that one rank computes.
     """
 
     loaded: Loaded
@@ -73,7 +69,7 @@ class Blueprint:
     sample: object
     live: nn.Module | None = None
     optimizer: object = None
-    part: Callable[[nn.Module], object] = whole
+    part: Callable[[nn.Module], object] | None = None
 
     @cached_property
     def counts(self) -> tuple[int, int]:
@@ -151,7 +147,8 @@ class Blueprint:
         if recipe.model.freeze:
             with at_recipe(self.loaded.source, "model.freeze"):
                 freeze(model, recipe.model.freeze)
-        self.part(model)
+        if self.part is not None:
+            self.part(model)
         return model if model.training else model.train()
 
     def bare_model(self, device: torch.device) -> nn.Module:

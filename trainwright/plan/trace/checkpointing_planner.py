@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -182,14 +182,6 @@ Rungs = tuple[int, ...]
 """For each block the index of its level."""
 
 
-class TraceFn(Protocol):
-    """The type of ``partial(trace_step, device=..., precision=..., accumulation=...)``."""
-
-    def __call__(
-        self, make: Callable[[torch.device], TracedObjects], /, *, checkpointing: Checkpointing | None = None
-    ) -> Trace: ...
-
-
 @dataclass(frozen=True)
 class Speed:
     """Rates of a device, and host seconds per operator, checkpointed block, and operator observed in Python.
@@ -305,11 +297,15 @@ def peaks_by_block(trace: Trace, paths: Sequence[str]) -> list[int]:
 class CheckpointingPlanner:
     """Plans for one model and step. No choice is traced twice.
 
+    ``trace`` is ``trace_step`` with the settings of the step.
+
     The constructor costs two traces and a forward pass. It raises UsageError when the model has no blocks or cannot be
     traced.
     """
 
-    def __init__(self, make: Callable[[torch.device], TracedObjects], trace: TraceFn, speed: Speed) -> None:
+    def __init__(
+        self, make: Callable[[torch.device], TracedObjects], trace: Callable[..., Trace], speed: Speed
+    ) -> None:
         survey = BlockSurvey(make)
         self._make, self._trace = make, trace
         with suppress(ForwardDone):

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from trainwright.checkpoint.rng import preserved_rng
 from trainwright.errors import UsageError, require_choice
-from trainwright.plan.trace.simulated_cuda import CASTS, register_simulated_cuda
+from trainwright.plan.trace.simulated_cuda import register_simulated_cuda
 from trainwright.plan.trace.simulated_lstm import simulated_lstm
 
 DeviceName = Literal["cpu", "cuda"]
@@ -137,11 +137,6 @@ def next_sequence_number() -> int:
     """Return the sequence number of the next autograd node of this thread; the numbers rise by one."""
     number: int = torch._C._autograd._get_sequence_nr()
     return number
-
-
-def forget_casts() -> None:
-    """Empty autocast's cache of weights in low precision, as autocast does at the end of the forward pass."""
-    CASTS.clear()
 
 
 def use_foreach(optimizer: Optimizer) -> None:

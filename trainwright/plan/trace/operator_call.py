@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from torch import Tensor
 from torch._ops import OpOverload
@@ -72,21 +72,15 @@ FlopFormula = Callable[..., int]
 
 
 def _attention_on_cpu(query: Tensor, key: Tensor, value: Tensor, *_args: object, **_kwargs: object) -> int:
-    return int(
-        sdpa_flop_count(  # type: ignore[no-untyped-call]
-            query.shape, key.shape, value.shape
-        )
-    )
+    shapes = query.shape, key.shape, value.shape
+    return int(sdpa_flop_count(*shapes))  # type: ignore[no-untyped-call]
 
 
 def _attention_on_cpu_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_args: object, **_kwargs: object
 ) -> int:
-    return int(
-        sdpa_backward_flop_count(  # type: ignore[no-untyped-call]
-            grad.shape, query.shape, key.shape, value.shape
-        )
-    )
+    shapes = grad.shape, query.shape, key.shape, value.shape
+    return int(sdpa_backward_flop_count(*shapes))  # type: ignore[no-untyped-call]
 
 
 def _lstm_on_cpu(x_TBD: Tensor, w_input: Tensor, w_hidden: Tensor, *_args: object, **_kwargs: object) -> int:
@@ -135,19 +129,11 @@ class WorkLog:
     def _flops(self, call: OperatorCall) -> int:
         op = call.op
         if op not in self._formulas:
-            packet = op._overloadpacket
-            known = _from_torch(flop_registry[packet]) if packet in flop_registry else None
+            known = cast(FlopFormula | None, flop_registry.get(op._overloadpacket))
             self._formulas[op] = EXTRA_FORMULAS.get(op._schema.name, known)
         formula = self._formulas[op]
-        return 0 if formula is None else formula(*call.args, **call.kwargs, out_val=call.result)
+        return 0 if formula is None else int(formula(*call.args, **call.kwargs, out_val=call.result))
 
     def rows(self) -> tuple[Work, ...]:
         """Return the sums, in the order of each one's first call."""
         return tuple(Work(*key, *sums) for key, sums in self._sums.items())
-
-
-def _from_torch(formula: Callable[..., object]) -> FlopFormula:
-    def flops(*args: object, **kwargs: object) -> int:
-        return int(formula(*args, **kwargs))  # type: ignore[call-overload,no-any-return]
-
-    return flops

@@ -28,8 +28,9 @@ from trainwright.errors import UsageError
 from trainwright.optim.clip import make_clip
 from trainwright.plan.call_trace import KINDS, HiddenBytes, Kind, Moment, Trace
 from trainwright.plan.checkpointing import Checkpointing
-from trainwright.plan.trace.fake_tensors import DeviceName, fake_tensors, forget_casts, simulated_device, use_foreach
+from trainwright.plan.trace.fake_tensors import DeviceName, fake_tensors, simulated_device, use_foreach
 from trainwright.plan.trace.hidden_memory import CUDA_STEP_MEMORY
+from trainwright.plan.trace.simulated_cuda import CASTS
 from trainwright.plan.trace.tracker import MemoryEvent, TrackedStorage, Tracker
 
 MIB = 2**20
@@ -169,7 +170,7 @@ def trace_step(
         advance = _advance(objects, tracker, numbers, clip)
         with tracker, ExitStack() as hooks:
             hooks.callback(tracker.paths.close)
-            hooks.callback(forget_casts)
+            hooks.callback(CASTS.clear)
             _set_kinds(tracker, state, batch)
             _set_kind_of_gradients(hooks, tracker, objects.model)
             tracker.record()

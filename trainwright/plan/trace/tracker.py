@@ -20,13 +20,13 @@ from trainwright.plan.trace.fake_tensors import (
     UNTRACEABLE,
     DeviceName,
     current_node,
-    forget_casts,
     in_backward,
     next_sequence_number,
     untraceable,
 )
 from trainwright.plan.trace.hidden_memory import hidden_memory
 from trainwright.plan.trace.operator_call import OpArgs, OperatorCall, OpKwargs, OpResult, WorkLog, tensors_in
+from trainwright.plan.trace.simulated_cuda import CASTS
 
 BLOCK_BYTES: dict[DeviceName, int] = {"cpu": 1, "cuda": 512}
 """The multiple to which the allocator rounds sizes up."""
@@ -142,7 +142,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         phase, module = self._where()
         if phase != self._phase and phase == "backward":
-            forget_casts()
+            CASTS.clear()  # as autocast does at the end of the forward pass
         result = call_without_values(func, args, kwargs)
         self._phase = phase
         if self.recording:
