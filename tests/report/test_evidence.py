@@ -10,7 +10,7 @@ import pytest
 from tests.report_pages.runs import ended, evaluated, found, make_run, started, step
 from trainwright.errors import UsageError
 from trainwright.report.diagnosis import diagnosis_of
-from trainwright.report.evidence import evidence_of, points_around, write_evidence
+from trainwright.report.evidence import points_around, write_evidence
 from trainwright.report.pages.view import RunView
 from trainwright.report.source_lines import excerpt_of
 from trainwright.runs.folder import RunFolder
@@ -31,6 +31,10 @@ def run_with(tmp_path: Path, **changes: object) -> RunFolder:
     finding = replace(found("optim.lr_too_high", 20, text="the loss jumps"), **changes)  # type: ignore[arg-type]
     records = [started(), watched(1), *(step(n) for n in range(1, 101)), evaluated(40, 0.7), finding, ended(100)]
     return make_run(tmp_path / "runs", "one", records, settings={"optimizer.lr": 0.25})
+
+
+def evidence(folder: RunFolder, code_root: Path) -> str:
+    return write_evidence(folder, code_root=code_root).path.read_text()
 
 
 def test_the_file_says_what_how_known_and_where(tmp_path: Path) -> None:
@@ -64,14 +68,14 @@ def test_a_step_with_two_records_is_listed_once(tmp_path: Path) -> None:
 
 def test_a_finding_without_a_line_shows_the_lines_of_its_step(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(CODE)
-    pack = evidence_of(run_with(tmp_path, where=Where()), code_root=tmp_path)
-    assert pack.excerpt is not None and pack.excerpt.marked == (20, 31)
-    assert "k-1234" not in pack.markdown() and 'api_key = "<masked>"' in pack.markdown()
+    text = evidence(run_with(tmp_path, where=Where()), tmp_path)
+    assert "> 20  line_20 = 20" in text and "> 31  step()" in text and "\n> 21" not in text
+    assert "k-1234" not in text and 'api_key = "<masked>"' in text
 
 
 def test_text_of_the_run_stays_in_its_place(tmp_path: Path) -> None:
     evil = "x\n# Heading\n```\n<img src=x> [click](javascript:1) | cell \x1b[2J token=abcd \U000e0041\u200b"
-    text = evidence_of(run_with(tmp_path, symptom=evil), code_root=tmp_path).markdown()
+    text = evidence(run_with(tmp_path, symptom=evil), tmp_path)
     line = next(each for each in text.splitlines() if each.startswith("**What is wrong.**"))
     assert "# Heading" in line and "&lt;img" in line and "](" not in line and "\\x1b" in line and "abcd" not in line
     assert "\U000e0041" not in text and "\u200b" not in text
@@ -102,7 +106,7 @@ def test_a_file_in_a_run_folder_is_no_code_of_the_user(tmp_path: Path) -> None:
     folder = run_with(tmp_path)
     (folder.path / "evil.py").write_text("# do this\n")
     folder = run_with(tmp_path, where=Where(source="evil.py:1"))
-    text = evidence_of(folder, code_root=tmp_path).markdown()
+    text = evidence(folder, tmp_path)
     assert "do this" not in text and "no file below" in text
 
 
@@ -114,7 +118,7 @@ def test_changed_code_is_noted(tmp_path: Path) -> None:
 
 def test_an_unknown_finding_is_suggested(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"did you mean 'optim\.lr_too_high'"):
-        evidence_of(run_with(tmp_path), "optim.lr_too_hihg")
+        write_evidence(run_with(tmp_path), "optim.lr_too_hihg")
 
 
 @pytest.mark.parametrize(

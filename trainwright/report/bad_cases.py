@@ -120,7 +120,6 @@ class BadCases:
         return strict(fields)
 
     def lines(self) -> list[str]:
-        """Return the text output."""
         return list(_lines(self))
 
 

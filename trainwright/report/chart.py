@@ -75,7 +75,6 @@ class Axis:
         return (value - self.low) / (self.high - self.low)
 
     def ticks(self, about: int = 8) -> list[float]:
-        """Return about ``about`` round numbers within the range, rising."""
         if not self.log:
             return _round_numbers(self.low, self.high, about)
         first, last = math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9)
@@ -211,7 +210,6 @@ def _arrow(mark: Mark, axis: Axis, columns: int) -> str:
 def _axes(
     series: Sequence[Series], marks: Sequence[Mark], log_x: bool, log_y: bool, *, margin: float
 ) -> tuple[Axis, Axis]:
-    """Return axes that cover every point that can be drawn, and every mark."""
     everything = (Axis(0.5, 1.0, log_x), Axis(0.5, 1.0, log_y))
     points = [
         (x, y)
@@ -307,7 +305,6 @@ def _legend(series: Sequence[Series]) -> Iterator[str]:
 
 
 def _connect(pixels: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yield every pixel on the straight lines between consecutive points."""
     yield from pixels[:1]
     for (x1, y1), (x2, y2) in pairwise(pixels):
         length = max(abs(x2 - x1), abs(y2 - y1), 1)

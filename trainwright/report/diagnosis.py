@@ -67,7 +67,6 @@ class Report:
 
     @property
     def checks(self) -> Sequence[CheckState]:
-        """The result of each check."""
         return self.examination.checks
 
     @property
@@ -75,7 +74,6 @@ class Report:
         return exit_code((*self.findings, *self.added))
 
     def lines(self) -> list[str]:
-        """Return the text output."""
         lines = [f"{self.run}: step {self.step:,}, {self.state}", f"verdict: {self.verdict}", *self._omissions()]
         if not self.examination.steps and not self.findings and not self.added:
             other = "set log.doctor: true, or train inside tw.watch(...)"
@@ -92,7 +90,6 @@ class Report:
         return lines
 
     def _omissions(self) -> Iterator[str]:
-        """Yield a line for each part of the log that is not in this diagnosis."""
         if self.format_version > FORMAT_VERSION:
             yield (
                 f"its folder has format {self.format_version}, version {__version__} reads format {FORMAT_VERSION}, so "
@@ -107,7 +104,6 @@ class Report:
             )
 
     def to_json(self) -> dict[str, JsonValue]:
-        """Return the output of ``--json``."""
         return {
             "run": str(self.run),
             "step": self.step,

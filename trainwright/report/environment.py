@@ -19,13 +19,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Literal
 
-from trainwright.plan.machine import Gpu, Machine, read_gpus, read_machine
+from trainwright.plan.machine import Machine, read_gpus, read_machine
 
 RELEASE_NOTES = "https://docs.nvidia.com/cuda/cuda-toolkit-release-notes"
 OLDEST_DRIVERS: Mapping[int, str] = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
-"""The oldest Linux driver by major version of CUDA. It runs programs built with any of its minor versions.
+"""The oldest Linux driver by major version of CUDA. It runs programs built with any minor version of it.
 
-Source: ``RELEASE_NOTES``, tables of minimum required and corresponding driver versions.
+Source: ``RELEASE_NOTES``, tables of minimum required driver versions.
 """
 DRIVERS: Mapping[str, str] = {
     "12.6": "560.28.03",
@@ -223,8 +223,6 @@ def _one_line(error: object) -> str:
 
 
 Verdict = Literal["info", "ok", "warn", "bad"]
-_RANK: Mapping[Verdict, int] = {"info": 0, "ok": 0, "warn": 1, "bad": 2}
-
 _PYTHON_MIN = (3, 11)
 _TORCH_MIN, _TORCH_END = (2, 11), (2, 16)  # from the end on, torch is not tested
 _GIB = 1 << 30
@@ -258,14 +256,9 @@ def judge(facts: SystemFacts, *, stack: Stack | None = None, gpus: int = 0) -> l
     return lines
 
 
-def worst(lines: Sequence[Line]) -> Verdict:
-    """Return the worst verdict; "ok" for no lines."""
-    return max((line.verdict for line in lines if _RANK[line.verdict]), key=_RANK.__getitem__, default="ok")
-
-
 def exit_status(lines: Sequence[Line]) -> int:
     """Return 1 when something is bad, else 0: warnings do not fail a script."""
-    return 1 if worst(lines) == "bad" else 0
+    return int(any(line.verdict == "bad" for line in lines))
 
 
 def render(lines: Sequence[Line]) -> str:
@@ -335,7 +328,7 @@ def _cuda(facts: SystemFacts) -> Iterator[Line]:
             yield Line("info", "cuda", "torch is a CPU build")
         return
     built = f"torch is built with {torch.cuda_build}"
-    old_driver = _old_driver(facts.driver_cuda, torch.cuda_build, _driver(gpus))
+    old_driver = _old_driver(facts.driver_cuda, torch.cuda_build, gpus[0].driver if gpus else "the driver")
     if old_driver:
         yield old_driver
     if torch.cuda_available:
@@ -358,15 +351,12 @@ def _old_driver(driver_cuda: tuple[int, int] | None, build: str, driver: str) ->
     if driver_cuda is None or driver_cuda >= built:
         return None
     value = f"{driver} is for CUDA {_dotted(driver_cuda)}, torch is built with {build}"
-    if driver_cuda[0] < built[0]:
-        update = _update(OLDEST_DRIVERS.get(built[0]))
+    is_older_major = driver_cuda[0] < built[0]
+    version = OLDEST_DRIVERS.get(built[0]) if is_older_major else DRIVERS.get(_dotted(built))
+    update = f"update the driver{f' to {version} or newer' if version else ''} ({RELEASE_NOTES})"
+    if is_older_major:
         return Line("bad", "driver", value, f"{update}, or install torch for CUDA {driver_cuda[0]}.x")
-    update = _update(DRIVERS.get(_dotted(built)))
     return Line("warn", "driver", value, f"kernels that are compiled at run time may fail: {update}")
-
-
-def _update(version: str | None) -> str:
-    return "update the driver" if version is None else f"update the driver to {version} or newer ({RELEASE_NOTES})"
 
 
 def _compare_stack(facts: SystemFacts, stack: Stack) -> Iterator[Line]:
@@ -457,11 +447,11 @@ def _nccl(facts: SystemFacts) -> Iterator[Line]:
     if torch is None or torch.cuda_build is None or not facts.machine.gpus:
         return
     if not torch.nccl_built:
-        verdict: Verdict = "bad" if len(facts.machine.gpus) > 1 else "info"
-        remedy = (
-            "install a Linux build of torch with NCCL: training on several GPUs needs it" if verdict == "bad" else ""
-        )
-        yield Line(verdict, "nccl", "missing", remedy)
+        if len(facts.machine.gpus) > 1:
+            remedy = "install a Linux build of torch with NCCL: training on several GPUs needs it"
+            yield Line("bad", "nccl", "missing", remedy)
+        else:
+            yield Line("info", "nccl", "missing")
         return
     loaded = _dotted(torch.nccl or ())
     if torch.nccl and facts.nccl_package and _numbers(facts.nccl_package)[:3] != torch.nccl[:3]:
@@ -477,8 +467,8 @@ def _cpu(facts: SystemFacts) -> Iterator[Line]:
     yield Line("info", "cpu", f"{machine.cpu}, {machine.cores} cores ({' '.join(machine.cpu_flags) or 'plain'})")
     bf16 = {"avx512_bf16", "amx_bf16", "bf16"} & set(machine.cpu_flags)
     yield Line("info", "bf16 on cpu", "in hardware" if bf16 else "emulated, slow: prefer fp32")
-    memory = f"{machine.available_bytes / _GIB:.1f} of {machine.memory_bytes / _GIB:.1f} GiB available"
-    yield Line("info", "memory", memory)
+    available, total = machine.available_bytes / _GIB, machine.memory_bytes / _GIB
+    yield Line("info", "memory", f"{available:.1f} of {total:.1f} GiB available")
 
 
 def _threads(facts: SystemFacts) -> Iterator[Line]:
@@ -532,7 +522,3 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def _dotted(version: Sequence[int]) -> str:
     return ".".join(map(str, version))
-
-
-def _driver(gpus: Sequence[Gpu]) -> str:
-    return gpus[0].driver if gpus else "the driver"

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,12 +23,12 @@ from trainwright.report.diagnosis import Report, diagnosis_of
 from trainwright.report.findings import place, value_in_words
 from trainwright.report.pages.rows import column
 from trainwright.report.pages.view import RunView
-from trainwright.report.source_lines import Excerpt, excerpt_of
+from trainwright.report.source_lines import excerpt_of
 from trainwright.runs.folder import RunFolder
 from trainwright.runs.json_values import JsonValue
 from trainwright.runs.printing import visible
 from trainwright.runs.reader import read_newest
-from trainwright.runs.records import Evaluated, Examined, Found, Replayed, Started, Watched
+from trainwright.runs.records import Evaluated, Examined, Found, Record, Replayed, Started, Watched
 from trainwright.runs.secrets import masked_code
 from trainwright.runs.storage import write_atomically
 from trainwright.version import __version__
@@ -38,129 +40,13 @@ MAX_RECIPE_CHARS = 6000
 MAX_EVALUATIONS = 8
 
 
-@dataclass(frozen=True)
-class CurvePoint:
+class CurvePoint(NamedTuple):
     """One recorded step. A value is None if it was not recorded."""
 
     step: int
     loss: float | None
     grad_norm: float | None
     lr: float | None
-
-
-@dataclass(frozen=True)
-class EvidencePack:
-    """The evidence for a finding.
-
-    Args:
-        found: The finding.
-        title: The first sentence of the page of its check; "" for a user-defined check.
-        run: The name of the run.
-        verdict: The verdict on the run.
-        points: Recorded steps around the finding.
-        calls: Calls of the step with their lines, such as ``("backward", "train.py:44")``.
-        excerpt: The code around those lines; None if the run names no line.
-        others: Other findings of the run.
-        environment: Names and values of versions, commit, device and settings.
-        recipe: The recipe as YAML; "" for a watched loop.
-        evaluations: Steps and validation losses.
-        replays: Results of replays of recorded steps.
-        examined: Names of experiments that ran on the step of the finding.
-    """
-
-    found: Found
-    title: str
-    run: str
-    verdict: str
-    points: tuple[CurvePoint, ...]
-    calls: tuple[tuple[str, str], ...]
-    excerpt: Excerpt | None
-    others: tuple[Found, ...]
-    environment: tuple[tuple[str, str], ...]
-    recipe: str
-    evaluations: tuple[tuple[int, float], ...]
-    replays: tuple[str, ...]
-    examined: tuple[str, ...]
-
-    def markdown(self) -> str:
-        """Return the text of the file."""
-        found = self.found
-        since = "" if found.since_step in (None, found.step) else f", since step {found.since_step:,}"
-        parts = [f"# {_inline(found.code)}" + (f": {_inline(self.title)}" if self.title else "")]
-        parts.append(
-            f"**{_inline(found.severity)}** in run {_inline(self.run)} {_inline(place(found.where))}, "
-            f"step {found.step:,}{since}. Confidence {found.sure:.0%}. Run: {_inline(self.verdict)}."
-        )
-        parts.append(f"**What is wrong.** {_inline(found.symptom)}")
-        parts += ["## Expected and seen", *_table(("measure", "seen", "expected"), list(self._evidence_rows()))]
-        parts.append(f"**Cause.** {_inline(found.cause)}")
-        parts.append(f"**Remedy.** {_inline(found.remedy)}")
-        parts += ["## What was tried", *self._tried_section()]
-        if self.points:
-            parts += [
-                "## Recorded steps",
-                *_table(("step", "loss", "gradient norm", "learning rate"), self._step_rows()),
-            ]
-        if self.evaluations:
-            rows = [(f"{step:,}", value_in_words(loss)) for step, loss in self.evaluations]
-            parts += _table(("step", "validation loss"), rows)
-        parts += self._code_section()
-        if self.others:
-            lines = [f"- {each.severity}: {_inline(each.code)}: {_inline(each.symptom)}" for each in self.others]
-            parts += ["## Other findings of this run", "\n".join(lines)]
-        parts += ["## Environment", *_table(("what", "value"), self.environment)]
-        if self.recipe:
-            parts += ["## Recipe", _fenced(self.recipe[:MAX_RECIPE_CHARS], "yaml")]
-        parts.append(
-            f"Written by Trainwright {__version__}: `trainwright evidence RUN --finding {_inline(found.code)}`. "
-            f"About this finding: `trainwright explain {_inline(found.code)}`. Secrets are masked."
-        )
-        return "\n\n".join(parts) + "\n"
-
-    def _evidence_rows(self) -> Iterator[tuple[str, str, str]]:
-        for each in self.found.evidence:
-            yield (
-                each.measure,
-                value_in_words(each.seen),
-                "" if each.expected is None else value_in_words(each.expected),
-            )
-
-    def _tried_section(self) -> list[str]:
-        tried = [f"- {_inline(each.remedy)}: {_inline(each.result)}" for each in self.found.tried]
-        tried += [f"- {_inline(each)}" for each in self.replays]
-        if self.examined:
-            names = ", ".join(_inline(each) for each in self.examined)
-            tried.append(f"- experiments on a replay of step {self.found.step:,}: {names}")
-        return ["\n".join(tried) or "Nothing was tried in a replay."]
-
-    def _step_rows(self) -> list[tuple[str, ...]]:
-        rows: list[tuple[str, ...]] = []
-        marked = {self.found.step, self.found.since_step}
-        for before, each in zip([None, *self.points], self.points):
-            if before is not None and each.step - before.step > 2 * self._stride:
-                rows.append(("...", "", "", ""))
-            step = f"**{each.step:,}**" if each.step in marked else f"{each.step:,}"
-            rows.append((step, *(_format_number(value) for value in (each.loss, each.grad_norm, each.lr))))
-        return rows
-
-    @property
-    def _stride(self) -> int:
-        gaps = [after.step - before.step for before, after in zip(self.points, self.points[1:])]
-        return max(1, min(gaps, default=1))
-
-    def _code_section(self) -> list[str]:
-        parts = []
-        if self.calls or self.excerpt:
-            parts.append("## Code")
-        if self.calls:
-            parts.append(
-                "Calls of the step: " + ", ".join(f"{_inline(kind)} {_inline(line)}" for kind, line in self.calls)
-            )
-        if self.excerpt is not None:
-            note = f" ({_inline(self.excerpt.note)})" if self.excerpt.note else ""
-            parts.append(f"{_inline(self.excerpt.file)}{note}")
-            parts += [_fenced("\n".join(self.excerpt.numbered()), "python")] if self.excerpt.lines else []
-        return parts
 
 
 @dataclass(frozen=True)
@@ -173,11 +59,9 @@ class WrittenEvidence:
     exit_code = 0
 
     def lines(self) -> list[str]:
-        """Return the text output."""
         return [f"{self.path}  ({self.num_chars:,} characters; secrets are masked, but read it before you send it)"]
 
     def to_json(self) -> dict[str, JsonValue]:
-        """Return the output of ``--json``."""
         return {"path": str(self.path), "code": self.code, "characters": self.num_chars}
 
 
@@ -196,44 +80,92 @@ def write_evidence(
         UsageError: The run has no such finding.
         StorageError: The file cannot be written.
     """
-    pack = evidence_of(folder, code, code_root=code_root)
-    text = pack.markdown()
-    path = out or folder.path / f"evidence-{re.sub(r'[^A-Za-z0-9._-]', '_', pack.found.code)[:80]}.md"
-    write_atomically(path, text, durable=False)
-    return WrittenEvidence(path, pack.found.code, len(text))
-
-
-def evidence_of(folder: RunFolder, code: str | None = None, *, code_root: Path | None = None) -> EvidencePack:
-    """Collect the evidence for a finding of a run. Raises UsageError if the run has no such finding."""
     report = diagnosis_of(folder)
     found = finding_in(report, code)
+    text = _markdown(folder, report, found, code_root or Path.cwd())
+    path = out or folder.path / f"evidence-{re.sub(r'[^A-Za-z0-9._-]', '_', found.code)[:80]}.md"
+    write_atomically(path, text, durable=False)
+    return WrittenEvidence(path, found.code, len(text))
+
+
+def _markdown(folder: RunFolder, report: Report, found: Found, code_root: Path) -> str:
     records = read_newest(folder.log, (Watched, Examined, Replayed)).records
     view = RunView.read(folder.path)
-    calls = tuple(RunContext(records).calls_at(found.step))
     check = check_of(found.code)
-    began_s = next((each.time_s for each in records if isinstance(each, Started)), None)
-    replays = [each for each in records if isinstance(each, Replayed)]
-    return EvidencePack(
-        found,
-        check.page.title if check is not None else "",
-        view.name,
-        report.verdict.sentence,
-        tuple(points_around(view, found)),
-        calls,
-        excerpt_of(lines_named(found, calls), code_root or Path.cwd(), began_s=began_s),
-        tuple(each for each in (*report.findings, *report.added) if each.code != found.code),
-        tuple(environment_of(view)),
-        view.recipe_text,
-        tuple((each.step, each.loss) for each in _nearest_evaluations(view.evaluations, found.step)),
-        tuple(f"replay of step {each.step:,}: {each.outcome}" for each in replays),
-        tuple(
-            dict.fromkeys(
-                each.experiment
-                for each in records
-                if isinstance(each, Examined) and each.step == found.step and "blind" not in each.values
-            )
-        ),
+    title = check.page.title if check is not None else ""
+    since = "" if found.since_step in (None, found.step) else f", since step {found.since_step:,}"
+    evidence = [
+        (each.measure, value_in_words(each.seen), "" if each.expected is None else value_in_words(each.expected))
+        for each in found.evidence
+    ]
+    parts = [
+        f"# {_inline(found.code)}" + (f": {_inline(title)}" if title else ""),
+        f"**{_inline(found.severity)}** in run {_inline(view.name)} {_inline(place(found.where))}, "
+        f"step {found.step:,}{since}. Confidence {found.sure:.0%}. Run: {_inline(report.verdict.sentence)}.",
+        f"**What is wrong.** {_inline(found.symptom)}",
+        "## Expected and seen",
+        _table(("measure", "seen", "expected"), evidence),
+        f"**Cause.** {_inline(found.cause)}",
+        f"**Remedy.** {_inline(found.remedy)}",
+        "## What was tried",
+        "\n".join(_trials(found, records)) or "Nothing was tried in a replay.",
+    ]
+    if points := list(points_around(view, found)):
+        head = ("step", "loss", "gradient norm", "learning rate")
+        parts += ["## Recorded steps", _table(head, _rows_of(points, {found.step, found.since_step}))]
+    if evaluations := _nearest_evaluations(view.evaluations, found.step):
+        rows = [(f"{each.step:,}", value_in_words(each.loss)) for each in evaluations]
+        parts.append(_table(("step", "validation loss"), rows))
+    parts += _code_section(found, records, code_root)
+    if others := [each for each in (*report.findings, *report.added) if each.code != found.code]:
+        lines = [f"- {each.severity}: {_inline(each.code)}: {_inline(each.symptom)}" for each in others]
+        parts += ["## Other findings of this run", "\n".join(lines)]
+    parts += ["## Environment", _table(("what", "value"), list(environment_of(view)))]
+    if view.recipe_text:
+        parts += ["## Recipe", _fenced(view.recipe_text[:MAX_RECIPE_CHARS], "yaml")]
+    parts.append(
+        f"Written by Trainwright {__version__}: `trainwright evidence RUN --finding {_inline(found.code)}`. "
+        f"About this finding: `trainwright explain {_inline(found.code)}`. Secrets are masked."
     )
+    return "\n\n".join(parts) + "\n"
+
+
+def _trials(found: Found, records: Sequence[Record]) -> Iterator[str]:
+    """Yield the results of remedies and replays, and the experiments that ran on the step of the finding."""
+    yield from (f"- {_inline(each.remedy)}: {_inline(each.result)}" for each in found.tried)
+    replays = [each for each in records if isinstance(each, Replayed)]
+    yield from (f"- replay of step {each.step:,}: {_inline(each.outcome)}" for each in replays)
+    examined = [each for each in records if isinstance(each, Examined) and each.step == found.step]
+    names = dict.fromkeys(_inline(each.experiment) for each in examined if "blind" not in each.values)
+    if names:
+        yield f"- experiments on a replay of step {found.step:,}: {', '.join(names)}"
+
+
+def _rows_of(points: Sequence[CurvePoint], marked: Collection[int | None]) -> list[tuple[str, ...]]:
+    """Return a row for each step, with ``...`` between steps that are far apart."""
+    gaps = [after.step - before.step for before, after in pairwise(points)]
+    stride = max(1, min(gaps, default=1))
+    rows: list[tuple[str, ...]] = []
+    for gap, each in zip([0, *gaps], points, strict=True):
+        if gap > 2 * stride:
+            rows.append(("...", "", "", ""))
+        step = f"**{each.step:,}**" if each.step in marked else f"{each.step:,}"
+        rows.append((step, *(_format_number(value) for value in each[1:])))
+    return rows
+
+
+def _code_section(found: Found, records: Sequence[Record], code_root: Path) -> list[str]:
+    calls = RunContext(records).calls_at(found.step)
+    began_s = next((each.time_s for each in records if isinstance(each, Started)), None)
+    excerpt = excerpt_of(lines_named(found, calls), code_root, began_s=began_s)
+    parts = ["## Code"] if calls or excerpt else []
+    if calls:
+        parts.append("Calls of the step: " + ", ".join(f"{_inline(kind)} {_inline(line)}" for kind, line in calls))
+    if excerpt is not None:
+        note = f" ({_inline(excerpt.note)})" if excerpt.note else ""
+        parts.append(f"{_inline(excerpt.file)}{note}")
+        parts += [_fenced("\n".join(excerpt.numbered()), "python")] if excerpt.lines else []
+    return parts
 
 
 def finding_in(report: Report, code: str | None) -> Found:
@@ -301,7 +233,7 @@ def _nearest_evaluations(evaluations: Sequence[Evaluated], step: int) -> list[Ev
     return sorted(near, key=lambda each: each.step)
 
 
-def shareable(text: str) -> str:
+def _shareable(text: str) -> str:
     """Return a text with secrets masked, invisible characters escaped, and the user's home folder as ``~``."""
     home = str(Path.home())
     text = visible(masked_code(text))
@@ -310,7 +242,7 @@ def shareable(text: str) -> str:
 
 def _inline(text: str) -> str:
     """Return text of the run as one line, with HTML tags and links disabled."""
-    line = " ".join(shareable(text[:MAX_TEXT_CHARS]).split())
+    line = " ".join(_shareable(text[:MAX_TEXT_CHARS]).split())
     return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", line).replace("](", "]\\(")
 
 
@@ -318,16 +250,16 @@ def _format_number(value: float | None) -> str:
     return "-" if value is None else f"{value:.6g}" if math.isfinite(value) else "not finite"
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     if not rows:
-        return ["Nothing was recorded."]
+        return "Nothing was recorded."
     cells = [[_inline(each).replace("|", "\\|") for each in row] for row in rows]
     lines = [head, ["---"] * len(head), *cells]
-    return ["\n".join(f"| {' | '.join(line)} |" for line in lines)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _fenced(text: str, language: str) -> str:
     """Return a code block whose fence is longer than any in the text."""
     ticks = max(map(len, re.findall("`{3,}", text)), default=2)
     fence = "`" * (ticks + 1)
-    return f"{fence}{language}\n{shareable(text)}\n{fence}"
+    return f"{fence}{language}\n{_shareable(text)}\n{fence}"

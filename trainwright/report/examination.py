@@ -49,7 +49,6 @@ class Examination:
     def of(
         cls, records: Iterable[Record], checks: Sequence[CheckState] = (), not_run: Sequence[str] = ()
     ) -> Examination:
-        """Build the examination from the records of a run."""
         every = tuple(records)
         examined = [each for each in every if isinstance(each, Examined) and each.experiment in _STEP_EXPERIMENTS]
         replayed = [each.step for each in examined if "blind" not in each.values]
@@ -72,7 +71,6 @@ class Examination:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Number of checks by result."""
         return dict(Counter(each.state for each in self.checks))
 
     def lines(self, run: Path | None = None) -> Iterator[str]:
@@ -104,7 +102,6 @@ class Examination:
         yield ", ".join([f"{sum(passed.values())} checks passed{f' ({kinds})' if kinds else ''}", *counted])
 
     def to_json(self) -> dict[str, JsonValue]:
-        """Return the output of ``--json``."""
         return {
             "steps": self.steps,
             "replayed": list(self.replayed),

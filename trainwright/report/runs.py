@@ -46,7 +46,6 @@ class RunTable:
     exit_code = 0
 
     def lines(self) -> list[str]:
-        """Return the text output."""
         if not self.rows:
             return [f"{self.folder} holds no run"]
         head = ("folder", "began (UTC)", "state", "verdict", "step", "loss", "val loss", "tags")
@@ -54,7 +53,6 @@ class RunTable:
         return in_columns(cells if any(row.tags for row in self.rows) else [each[:-1] for each in cells])
 
     def to_json(self) -> dict[str, object]:
-        """Return the output of ``--json``."""
         return {"folder": str(self.folder), "runs": [strict({**asdict(row), "run": str(row.run)}) for row in self.rows]}
 
 

@@ -51,7 +51,6 @@ class Excerpt:
     note: str = ""
 
     def shows(self, source: str) -> bool:
-        """Return True if a line such as ``train.py:44`` is marked."""
         return source in {f"{Path(self.file).name}:{number}" for number in self.marked}
 
     def numbered(self) -> list[str]:

@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from trainwright.doctor.trend import slope_in_errors
-from trainwright.runs.findings import Severity, findings_in
+from trainwright.runs.findings import findings_in
 from trainwright.runs.folder import RunFolder
 from trainwright.runs.printing import figure
 from trainwright.runs.reader import KILLED, RUNNING, UNKNOWN, read_course, read_end, state_of
@@ -53,7 +53,10 @@ WORDS = (
 
 MIN_STEPS_LEARNING = 60
 MIN_LOSSES = 16
-"""A run with fewer steps, or fewer recorded losses, is too short to conclude that it learned nothing."""
+"""A run with fewer steps, or fewer recorded losses, is too short to conclude that it learned nothing.
+
+With fewer losses, no divergence is concluded from a rise, either.
+"""
 MIN_LOSSES_AT_END = 4
 """The minimum number of last losses whose mean is the final loss."""
 SIGNIFICANT_ERRORS = 3.0
@@ -68,7 +71,7 @@ and the cross-entropy of a uniform guess among more classes than any model has (
 MAX_VALIDATION_DROP = 0.02
 """Fraction of the validation loss. A larger drop means that something was learned."""
 MIN_EVALUATIONS = 5
-"""The minimum number of evaluations on the same samples from which a trend of the validation loss is computed."""
+"""Minimum number of evaluations on the same samples from which overfitting, or that nothing was learned, follows."""
 MIN_OVERFITTING_NOISES = 5.0
 """Minimum rise of the validation loss after its best, in standard deviations of the noise of one evaluation."""
 MIN_RISE_OF_RANGE, MIN_RISE_OF_TRAINING_DROP = 0.05, 0.1
@@ -128,12 +131,11 @@ class VerdictFacts:
 
     @property
     def is_over(self) -> bool:
-        """True if the run has written an end record."""
         return self.state not in (RUNNING, KILLED, UNKNOWN)
 
 
 class _Claim(NamedTuple):
-    """One statement about a run. One without text only sets the word. ``states_losses``: the text has the losses."""
+    """One statement about a run; without text, it only sets the word. ``states_losses``: the text has the losses."""
 
     word: str
     text: str = ""
@@ -161,8 +163,8 @@ def judge(facts: VerdictFacts) -> RunVerdict:
 
 
 def _claims(facts: VerdictFacts) -> Iterator[_Claim]:
-    """Yield every claim that applies."""
-    critical, warnings = _codes(facts, "critical"), _codes(facts, "warning")
+    critical = [found.code for found in facts.findings if found.severity == "critical"]
+    warnings = [found.code for found in facts.findings if found.severity == "warning"]
     if critical:
         yield _Claim("critical finding", f"{len(critical)} critical: {', '.join(critical)}")
     if warnings:
@@ -196,10 +198,6 @@ def _claims(facts: VerdictFacts) -> Iterator[_Claim]:
         yield _Claim("not examined")
 
 
-def _codes(facts: VerdictFacts, severity: Severity) -> list[str]:
-    return [found.code for found in facts.findings if found.severity == severity]
-
-
 def _ending(facts: VerdictFacts) -> str:
     at = f"at step {facts.step:,}" + (f" of {facts.planned_steps:,}" if facts.planned_steps else "")
     reason = " ".join(facts.reason.split())
@@ -216,7 +214,6 @@ def _ending(facts: VerdictFacts) -> str:
 
 
 def _loss_summary(facts: VerdictFacts) -> str:
-    """Return a text with the losses at the beginning and at the end."""
     losses = _finite(facts.losses)
     parts: list[str] = []
     if losses:
@@ -240,10 +237,10 @@ def _loss_summary(facts: VerdictFacts) -> str:
 
 def _below_reference(facts: VerdictFacts) -> str:
     """Return text such as `, 1.06 below what a bigram table reaches (2.46)`; "" if the loss is below no reference."""
-    losses = _finite(facts.losses)
-    loss = facts.evaluations[-1].loss if facts.evaluations else losses[-1][1] if losses else None
-    below = [(value, name) for name, value in facts.references.items() if loss is not None and loss < value]
-    if not below or loss is None:
+    losses = [loss for _, loss in _finite(facts.losses)]
+    loss = facts.evaluations[-1].loss if facts.evaluations else losses[-1] if losses else math.inf
+    below = [(value, name) for name, value in facts.references.items() if loss < value]
+    if not below:
         return ""
     value, name = min(below)
     return f", {value - loss:.2f} below what a {name} table reaches ({value:.2f})"
@@ -258,7 +255,6 @@ def _is_finite(loss: float) -> bool:
 
 
 def _end_window(count: int) -> int:
-    """Return the number of last losses that represent the end."""
     return max(1, min(count, max(MIN_LOSSES_AT_END, count // 8)))
 
 
@@ -344,29 +340,38 @@ def _diverged(facts: VerdictFacts) -> str | None:
     return None
 
 
-def _worse_than_before(facts: VerdictFacts) -> str | None:
-    """Return a sentence if the validation loss is higher than before the first step of a pretrained model."""
+def _start_and_end(facts: VerdictFacts) -> tuple[Evaluated, Evaluated] | None:
+    """Return the evaluation before the first step of a pretrained model and the last one, if they can be compared."""
     seen = _comparable(facts.evaluations)
-    if not facts.is_over or not facts.is_one_objective or len(seen) < 2 or seen[0].step:
+    is_comparable = facts.is_over and facts.is_one_objective and len(seen) >= 2 and seen[0].step == 0
+    return (seen[0], seen[-1]) if is_comparable else None
+
+
+def _is_worse(after: float, before: float) -> bool:
+    return after - before > MIN_RISE_SINCE_START * abs(before)
+
+
+def _worse_than_before(facts: VerdictFacts) -> str | None:
+    """Return a sentence if the validation loss is higher than before training."""
+    seen = _start_and_end(facts)
+    if seen is None or not _is_worse(seen[1].loss, seen[0].loss):
         return None
-    before, after = seen[0].loss, seen[-1].loss
-    if after - before <= MIN_RISE_SINCE_START * abs(before):
-        return None
-    return f"the model is worse than before training: its validation loss is {figure(after)} and was {figure(before)}"
+    before, after = figure(seen[0].loss), figure(seen[1].loss)
+    return f"the model is worse than before training: its validation loss is {after} and was {before}"
 
 
 def _sets_worse_than_before(facts: VerdictFacts) -> str | None:
-    """Return the validation sets (such as single sources) whose loss is higher than before training."""
-    seen = _comparable(facts.evaluations)
-    if not facts.is_over or not facts.is_one_objective or len(seen) < 2 or seen[0].step:
+    """Return a sentence with the further validation sets whose loss is higher than before training."""
+    if (seen := _start_and_end(facts)) is None:
         return None
-    before, after = seen[0].metrics, seen[-1].metrics
+    before, after = seen[0].metrics, seen[1].metrics
     names = [name for name in before if name.endswith(".loss") and name in after and before[name] != seen[0].loss]
-    worse = [name for name in names if after[name] - before[name] > MIN_RISE_SINCE_START * abs(before[name])]
     listed = ", ".join(
-        f"{name.removesuffix('.loss')} ({figure(before[name])} -> {figure(after[name])})" for name in worse
+        f"{name.removesuffix('.loss')} ({figure(before[name])} -> {figure(after[name])})"
+        for name in names
+        if _is_worse(after[name], before[name])
     )
-    return f"the validation loss is higher than before training on {listed}" if worse else None
+    return f"the validation loss is higher than before training on {listed}" if listed else None
 
 
 def _best_step(facts: VerdictFacts) -> int | None:

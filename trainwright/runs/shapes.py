@@ -6,14 +6,11 @@ Values may be of any size, and fields that another version adds are kept.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
 from trainwright.runs.files import UnreadableFile, read_json
-
-Number = int | float | Literal["NaN", "Infinity", "-Infinity"]
-"""A number as ``json_values.strict`` writes it."""
 
 
 class FileShape(BaseModel):
@@ -29,7 +26,7 @@ class ExtentShape(FileShape):
     """The planned length of a run: ``steps`` or ``seconds``."""
 
     steps: int | None = None
-    seconds: Number | None = None
+    seconds: int | float | None = None
 
 
 class PlanNote(FileShape):
@@ -49,7 +46,7 @@ class PlanFile(FileShape):
     parameters: int | None = None
     extent: ExtentShape | None = None
     memory_bytes: dict[str, int] | None = None
-    expected_loss: Number | None = None
+    expected_loss: int | float | str | None = None
     notes: list[PlanNote] = []
 
 
@@ -148,9 +145,9 @@ class OperatorShape(FileShape):
 
     op: str
     phase: str
-    calls: Number
-    host_s: Number
-    device_s: Number
+    calls: float
+    host_s: float
+    device_s: float
 
 
 class ModuleTimeShape(FileShape):
@@ -158,8 +155,8 @@ class ModuleTimeShape(FileShape):
 
     path: str
     kind: str
-    forward_s: Number
-    backward_s: Number
+    forward_s: float
+    backward_s: float
 
 
 class ProfileFactsShape(FileShape):

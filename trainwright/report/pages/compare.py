@@ -82,7 +82,6 @@ class RunComparison:
 
     @classmethod
     def of(cls, views: Sequence[RunView]) -> RunComparison:
-        """Compare runs, each with the first."""
         validated = all(view.evaluations for view in views)
         curves = [_validation_curve(view) if validated else _training_curve(view) for view in views]
         least = [min((loss for _, _, loss in curve), default=math.nan) for curve in curves]
@@ -114,7 +113,6 @@ class RunComparison:
         return parallel_coordinates_svg(axes, values, metric=metric, is_smaller_better=True)
 
     def lines(self) -> list[str]:
-        """Return the text output."""
         sections = (("recipe", self.recipe), ("plan", self.plan), ("provenance", self.provenance))
         lines = [f"{len(self.names)} runs: {', '.join(self.names)}"]
         for title, differences in sections:
@@ -143,7 +141,6 @@ class RunComparison:
             yield f"  findings: {', '.join(each.findings)}"
 
     def to_json(self) -> Mapping[str, JsonValue]:
-        """Return the output of ``--json``."""
         return {name: strict(value) for name, value in vars(self).items()}
 
 

@@ -61,7 +61,6 @@ def _columns(table: Rows, view: RunView) -> Columns:
 
 
 def _means(view: RunView, columns: Columns) -> JsonValue:
-    """Return the smoothed curves of the run."""
     means = view.log.means.columns()
     newest = view.step
     means["step"] = np.minimum(means["step"], newest)
@@ -69,7 +68,6 @@ def _means(view: RunView, columns: Columns) -> JsonValue:
 
 
 def _on_axes(steps: NDArray[np.float64], columns: Columns) -> Columns:
-    """Return the positions of these steps on each axis."""
     there = columns["step"]
     return {name: np.interp(steps, there, columns[name]) for name in AXES} if len(there) else {}
 

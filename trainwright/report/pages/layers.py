@@ -48,7 +48,6 @@ class LayerMaps:
         self._rows: Rows = {}
 
     def take(self, line: bytes) -> None:
-        """Add a line of the log; invalid lines are ignored."""
         try:
             record = parse_json(_UNUSED.sub(b"", line).decode())
             names, step = record.get("layers") or self._names, float(record["step"])
@@ -102,7 +101,6 @@ class OutputGradMaps:
         self._names: tuple[str, ...] = ()
 
     def take(self, line: bytes) -> None:
-        """Add a line of the log; invalid lines are ignored."""
         self._norms.take(line)
         self.count += 1
         try:
@@ -118,7 +116,6 @@ class OutputGradMaps:
             maps.add(POWERS, step, {"log2": _by_power(each)})
 
     def go_back_to(self, step: int) -> None:
-        """Drop values after ``step``, from which the run continues again."""
         for maps in (self._norms, *self._histograms.values()):
             maps.go_back_to(step)
 

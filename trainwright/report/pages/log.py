@@ -144,7 +144,6 @@ class IncrementalLog:
         self.unreadable = ""
 
     def notes(self, *kinds: type[Record]) -> list[Record]:
-        """Return records of these kinds, each kind in the order of the log."""
         return [record for kind in kinds for record in self._notes[kind]]
 
     @property
@@ -167,12 +166,10 @@ class IncrementalLog:
 
     @property
     def findings(self) -> list[Found]:
-        """The findings of the newest process, root causes first."""
         return self._findings.findings
 
     @property
     def heat_maps(self) -> list[JsonValue]:
-        """The statistics by layer and by module, for the page."""
         layers = self.layers.to_json()
         return [*([layers] if layers else []), *self.output_grads.to_json()]
 
@@ -184,9 +181,8 @@ class IncrementalLog:
             steps, losses = means["step"], means["loss"]
         else:
             steps, losses = column(self.rows, "step"), column(self.rows, "loss")
-        said = ~np.isnan(losses)
-        by_step = dict(zip(steps[said].astype(int).tolist(), losses[said].tolist()))  # a step may have two records
-        return list(by_step.items())
+        known = ~np.isnan(losses)
+        return list(dict(zip(steps[known].astype(int).tolist(), losses[known].tolist())).items())  # last record of each
 
     @property
     def position(self) -> tuple[str, int]:
@@ -410,69 +406,64 @@ def _one_by_one(lines: bytes, beginning: bytes) -> Iterator[list[float]]:
 _PROBED = re.compile(rb'\n\{"kind":"step","time_s":([^,]+),"step":(\d+)[^\n]*?"probed":(\{"[^\n]+?\}),"fractions"')
 _SETS = ("train", "training", "val", "valid", "validation", "test", "eval", "evaluation")
 _PREFIXED = re.compile(rf"({'|'.join(_SETS)})[_/.](.+)")
-TRAIN, VALIDATION = "train", "validation"
+TRAIN, VALIDATION, LOGGED = "train", "validation", ""
+"""Where a figure comes from: metrics of training batches, metrics of a validation, or values that the user logged."""
 
 
 class Figures:
     """The metrics and logged values of the log read so far, in bounded memory."""
 
     def __init__(self) -> None:
-        self._training = Readings()
-        self._validation = Readings()
-        self._reported = Readings()
+        self._readings = {TRAIN: Readings(), VALIDATION: Readings(), LOGGED: Readings()}
         self._names_of_sets: set[str] = set()
-
-    @property
-    def count(self) -> int:
-        """The number of records added."""
-        return sum(each.count for each in (self._training, self._validation, self._reported))
 
     def take_lines(self, lines: bytes) -> None:
         """Add the step records in these lines, each of which begins with a newline."""
         if b'"probed":{"' not in lines:
             return
         for time_s, step, values in _PROBED.findall(lines):
-            self._take(self._training, float(time_s), int(step), json.loads(values))
+            self._take(TRAIN, float(time_s), int(step), json.loads(values))
 
     def take(self, record: Evaluated | Logged) -> None:
-        """Add an evaluation, or values that the user logged."""
         if isinstance(record, Logged):
-            self._take(self._reported, record.time_s, record.step, record.figures)
+            self._take(LOGGED, record.time_s, record.step, record.figures)
             return
         self._names_of_sets |= {name.removesuffix(".loss") for name in record.metrics if name.endswith(".loss")}
         if record.metrics:
-            self._take(self._validation, record.time_s, record.step, record.metrics)
+            self._take(VALIDATION, record.time_s, record.step, record.metrics)
 
-    def _take(self, readings: Readings, time_s: float, step: int, values: Mapping[str, object]) -> None:
+    def _take(self, on: str, time_s: float, step: int, values: Mapping[str, object]) -> None:
         numbers = {name: plain(value) for name, value in values.items()}
         floats = {name: float(value) for name, value in numbers.items() if isinstance(value, int | float)}
         # on a page, infinity stands for "not finite" and NaN for "missing"
         known = {name: value if math.isfinite(value) else math.inf for name, value in floats.items()}
-        readings.add(MachineReading(time_s, step, known))
+        self._readings[on].add(MachineReading(time_s, step, known))
 
     def go_back_to(self, step: int) -> None:
-        """Drop values after ``step``, from which the run continues again."""
-        for each in (self._training, self._validation, self._reported):
+        for each in self._readings.values():
             each.go_back_to(step)
+
+    def _columns(self) -> Iterator[tuple[str, str, NDArray[np.float64], NDArray[np.float64]]]:
+        """Yield the set and the name of each figure, its steps and its values."""
+        for on, readings in self._readings.items():
+            columns = readings.columns()
+            for name in sorted(columns.keys() - {"time_s", "step"}):
+                yield on, name, columns["step"], columns[name]
 
     def series(self) -> Iterator[tuple[str, tuple[NDArray[np.float64], NDArray[np.float64]]]]:
         """Yield the name of each figure with its set, such as ``validation.accuracy``, its steps and its values."""
-        for readings, on in ((self._training, TRAIN), (self._validation, VALIDATION), (self._reported, "")):
-            columns = readings.columns()
-            for name in sorted(columns.keys() - {"time_s", "step"}):
-                yield (f"{on}.{name}" if on else name), (columns["step"], columns[name])
+        for on, name, steps, values in self._columns():
+            yield (f"{on}.{name}" if on else name), (steps, values)
 
     def to_json(self) -> list[JsonValue]:
         """Return one chart for each figure, with a series for each set it was measured on, training first."""
         charts: dict[str, dict[str, JsonValue]] = {}
-        for readings, on in ((self._training, TRAIN), (self._validation, VALIDATION), (self._reported, "")):
-            columns = readings.columns()
-            for name in sorted(columns.keys() - {"time_s", "step"}):
-                chart, label = self._chart_of(name, on)
-                known = ~np.isnan(columns[name])
-                series = as_json({"step": columns["step"][known], "value": columns[name][known]})
-                is_evaluation = on == VALIDATION or (not on and label in _SETS[2:])
-                charts.setdefault(chart, {})[label] = {**series, "label": label, "is_evaluation": is_evaluation}
+        for on, name, steps, values in self._columns():
+            chart, label = self._chart_of(name, on)
+            known = ~np.isnan(values)
+            series = as_json({"step": steps[known], "value": values[known]})
+            is_evaluation = on == VALIDATION or (on == LOGGED and label in _SETS[2:])
+            charts.setdefault(chart, {})[label] = {**series, "label": label, "is_evaluation": is_evaluation}
         return [
             {"name": chart, "series": list(series.values())}
             for chart, series in sorted(charts.items())
@@ -484,6 +475,6 @@ class Figures:
         head, _, rest = name.partition(".")
         if rest and head in self._names_of_sets:
             return rest, head
-        if not on and (found := _PREFIXED.fullmatch(name)):
+        if on == LOGGED and (found := _PREFIXED.fullmatch(name)):
             return found[2], found[1]
         return name, on or name

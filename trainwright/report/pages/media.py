@@ -50,14 +50,12 @@ class LoggedMedia:
                 del steps[step]
 
     def go_back_to(self, step: int) -> None:
-        """Drop records after ``step``, at which the run was resumed."""
         self._series = {
             key: {at: record for at, record in steps.items() if at <= step} for key, steps in self._series.items()
         }
         self.count += 1
 
     def find(self, name: str, type_: str, step: int) -> Media | None:
-        """Return the record of a step; None if there is none."""
         found = (steps.get(step) for key, steps in self._series.items() if (_shown(key[0]), key[1]) == (name, type_))
         return next(found, None)
 

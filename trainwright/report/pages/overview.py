@@ -67,7 +67,6 @@ class RunShelf:
             yield from (path for path in inside if path.resolve().parent == root)
 
     def parents(self) -> set[Path]:
-        """Return the folders that contain runs."""
         return {path.parent for path in self.runs().values()}
 
     def view(self, path: Path, *, for_s: float = float("inf")) -> RunView:

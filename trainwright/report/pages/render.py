@@ -21,6 +21,7 @@ from markupsafe import Markup, escape
 from trainwright.doctor.pages import page as page_of_code
 from trainwright.errors import UsageError
 from trainwright.plan.amounts import human_bytes, human_seconds
+from trainwright.report.chart import Series, line_chart_svg
 from trainwright.report.findings import place, value_in_words
 from trainwright.report.graph import human_count
 from trainwright.report.pages.compare import RunComparison
@@ -204,6 +205,7 @@ def templates() -> Environment:
         count=human_count,
         image=_image,
         sparkline=sparkline,
+        memory_chart=_memory_chart,
         data=_data,
         t=_translated,
     )
@@ -267,6 +269,15 @@ def _when(time_s: float) -> str:
 def _since(time_s: float) -> str:
     passed_s = max(0.0, time.time() - time_s)
     return human_seconds(passed_s) if passed_s < 2 * DAY_S else f"{passed_s / DAY_S:.0f} days"
+
+
+def _memory_chart(sizes_bytes: Sequence[int]) -> Markup:
+    """Return an <svg> of the memory over the traced steps of a profile; "" for fewer than two sizes."""
+    if len(sizes_bytes) < 2:
+        return Markup("")
+    curve = Series("allocated", range(len(sizes_bytes)), [each / 2**20 for each in sizes_bytes])
+    chart = line_chart_svg([curve], title="memory in the traced steps", x_label="over time", y_label="MiB")
+    return Markup(chart)  # drawn by Trainwright, which escapes its texts
 
 
 WIDTH, HEIGHT = 96, 22

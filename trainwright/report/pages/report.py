@@ -25,11 +25,9 @@ class WrittenReport:
     exit_code = 0
 
     def lines(self) -> list[str]:
-        """Return the text output."""
         return [f"{self.path}  ({self.bytes:,} bytes)"]
 
     def to_json(self) -> Mapping[str, JsonValue]:
-        """Return the output of ``--json``."""
         return {"path": str(self.path), "runs": list(self.runs), "bytes": self.bytes}
 
 

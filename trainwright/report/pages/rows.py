@@ -156,7 +156,6 @@ class SpanMeans:
                 table[:, index] += np.bincount(span, weights, minlength=MAX_SPANS)
 
     def multiply(self, name: str, factor: float) -> None:
-        """Multiply the values of a column."""
         self._sums[:, AVERAGED_COLUMNS.index(name)] *= factor
 
     def go_back_to(self, step: int, rows: Rows) -> None:
@@ -230,7 +229,6 @@ class Readings:
             self.kept = extremes(self.kept, MAX_READINGS // 4)
 
     def go_back_to(self, step: int) -> None:
-        """Drop readings after ``step``, from which the run continues again."""
         self.kept = [each for each in self.kept if each.step <= step]
 
     def columns(self) -> dict[str, NDArray[np.float64]]:

@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any, TypeGuard, TypeVar
 
 import numpy as np
-from markupsafe import Markup
 
 from trainwright.plan.amounts import human_bytes, human_seconds
 from trainwright.report import bad_cases
 from trainwright.report.bad_cases import BadCases
-from trainwright.report.chart import Series, line_chart_svg
 from trainwright.report.examination import line_of_unexamined
 from trainwright.report.marks import NAME as MARKS_FILE
 from trainwright.report.marks import Marks, RunMarks, read_marks
@@ -45,7 +43,7 @@ from trainwright.runs.records import (
     Unexamined,
 )
 from trainwright.runs.secrets import masked
-from trainwright.runs.shapes import ModelFile, Number, PlanFile, ProfileFile, ProvenanceFile, read_as, read_object
+from trainwright.runs.shapes import ModelFile, PlanFile, ProfileFile, ProvenanceFile, read_as, read_object
 from trainwright.runs.supervision import Supervision
 
 T = TypeVar("T")
@@ -65,66 +63,6 @@ def _recipe_in(text: str) -> Any:
 
 def _is_loss(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and 0 < value < math.inf
-
-
-PROFILE_FILE = "profile.json"
-MAX_ROWS_SHOWN = 15
-"""The number of operators and modules shown."""
-
-
-@dataclass(frozen=True)
-class ProfilePanel:
-    """The results of a profile as texts; ``phases``, ``operators`` and ``modules`` are rows of tables."""
-
-    headline: str
-    next: str
-    step: str
-    phases: tuple[tuple[str, str, str], ...]
-    evidence: tuple[str, ...]
-    tried: tuple[str, ...]
-    operators: tuple[tuple[str, ...], ...]
-    modules: tuple[tuple[str, ...], ...]
-    memory: Markup
-    trace: str
-
-    @classmethod
-    def read(cls, path: Path) -> ProfilePanel:
-        """Read a profile. Raises UnreadableFile if the file does not have the format of a profile."""
-        value = read_as(path, ProfileFile)
-        facts = value.facts
-        held = [each / 2**20 for each in facts.memory]
-        curve = Series("allocated", [float(index) for index in range(len(held))], held)
-        chart = line_chart_svg([curve], title="memory in the traced steps", x_label="over time", y_label="MiB")
-        return cls(
-            value.verdict.headline,
-            value.next,
-            f"{human_seconds(facts.step_s)}, over {facts.steps} steps at full speed, in {facts.precision}",
-            tuple(
-                (name, human_seconds(seconds), f"{seconds / facts.step_s:.0%}")
-                for name, seconds in facts.phases.items()
-                if facts.step_s > 0 and seconds >= 0.005 * facts.step_s
-            ),
-            tuple(value.verdict.evidence),
-            tuple(value.advice),
-            tuple(
-                (each.op, each.phase, _count(each.calls), _time(each.host_s), _time(each.device_s))
-                for each in facts.operators[:MAX_ROWS_SHOWN]
-            ),
-            tuple(
-                (each.path, each.kind, _time(each.forward_s), _time(each.backward_s))
-                for each in facts.modules[:MAX_ROWS_SHOWN]
-            ),
-            Markup(chart if len(held) > 1 else ""),  # drawn by Trainwright, which escapes its texts
-            facts.trace or "",
-        )
-
-
-def _count(number: Number) -> str:
-    return number if isinstance(number, str) else f"{number:,.0f}"
-
-
-def _time(seconds: Number) -> str:
-    return seconds if isinstance(seconds, str) else human_seconds(seconds)
 
 
 RECENT_STEPS = 50
@@ -209,7 +147,6 @@ class RunView:
 
     @property
     def lr(self) -> float | None:
-        """The newest learning rate."""
         rates = column(self.log.rows, "lr")
         known = rates[np.isfinite(rates)]
         return float(known[-1]) if len(known) else None
@@ -225,12 +162,10 @@ class RunView:
 
     @property
     def best(self) -> float | None:
-        """The lowest validation loss."""
         return min((each.loss for each in self.evaluations if math.isfinite(each.loss)), default=None)
 
     @property
     def is_past_best(self) -> bool:
-        """True if an earlier validation had a smaller loss than the newest one."""
         return self.best is not None and self.best != self.val_loss
 
     @property
@@ -257,7 +192,6 @@ class RunView:
 
     @property
     def findings(self) -> list[Found]:
-        """The findings as last written, root causes first."""
         return self.log.findings
 
     @property
@@ -268,7 +202,6 @@ class RunView:
 
     @property
     def pins(self) -> list[Pin]:
-        """Findings, resumes and out-of-memory attempts, by step."""
         pins = [Pin(_since(each), each.severity, each.code, number) for number, each in enumerate(self.findings)]
         starts = [each for each in self.log.notes(Started)[1:] if isinstance(each, Started)]
         pins += [Pin(each.step, "resume", f"resumed at step {each.step}") for each in starts]
@@ -301,7 +234,6 @@ class RunView:
         return next((value for key, value in keys if key == name), "")
 
     def facts(self) -> Iterator[tuple[str, str]]:
-        """Yield the head of the page: names and values."""
         planned = self.planned_steps
         yield "step", f"{self.step:,}" + (f" of {planned:,}" if planned else "")
         yield "duration", human_seconds(self.seconds)
@@ -397,7 +329,6 @@ class RunView:
 
     @cached_property
     def model(self) -> dict[str, Any]:
-        """The content of model.json: the tree of its modules, and reference losses."""
         return self._read(self.folder.path / "model.json", lambda path: read_object(path, ModelFile), {})
 
     @cached_property
@@ -411,9 +342,8 @@ class RunView:
         return self._read(self.folder.path / supervision.NAME, supervision.read_supervision, ())
 
     @cached_property
-    def profile(self) -> ProfilePanel | None:
-        """The result of `trainwright profile`; None if it has not run."""
-        return self._read(self.folder.path / PROFILE_FILE, ProfilePanel.read, None)
+    def profile(self) -> ProfileFile | None:
+        return self._read(self.folder.path / "profile.json", lambda path: read_as(path, ProfileFile), None)
 
     @cached_property
     def all_marks(self) -> Marks:
@@ -423,12 +353,10 @@ class RunView:
 
     @property
     def marks(self) -> RunMarks:
-        """The user's tags of this run, and the note."""
         return self.all_marks.of(self.folder.path.resolve())
 
     @property
     def modules(self) -> list[dict[str, Any]]:
-        """The module trees of model.json."""
         trees: list[dict[str, Any]] = self.model.get("modules", [])
         return trees
 
@@ -456,7 +384,6 @@ class RunView:
 
     @property
     def samples(self) -> str:
-        """The newest text that a language model generated during training."""
         folder = self.folder.samples
         if folder.is_symlink():
             return ""
@@ -466,19 +393,16 @@ class RunView:
 
     @cached_property
     def pictures(self) -> dict[str, str]:
-        """SVG by title."""
         texts = {title: self._read(self.folder.path / name, read_text, "") for name, title in PICTURES.items()}
         return {title: text for title, text in texts.items() if text.startswith("<svg")}
 
     @property
     def is_unwatched(self) -> bool:
-        """True if its recipe disables the doctor."""
         log = self.recipe.get("log")
         return isinstance(log, dict) and log.get("doctor") is False
 
     @property
     def planned_bytes(self) -> int | None:
-        """The memory in bytes that the plan predicted."""
         return sum((self.plan.get("memory_bytes") or {}).values()) or None
 
 
