@@ -26,11 +26,11 @@ from trainwright.monitoring.alerts import (
     Command,
     NewRecords,
     NotDeliveredError,
-    RuleState,
     Webhook,
     desktop,
 )
 from trainwright.recipe import from_mapping
+from trainwright.recipe.schema import Alerts
 from trainwright.runs.folder import RunFolder
 from trainwright.runs.records import to_json
 from trainwright.runs.writer import LogWriter
@@ -47,12 +47,19 @@ def hook() -> Iterator[Hook]:
     server.server_close()
 
 
+def section(**settings: object) -> Alerts:
+    return Alerts.model_validate({"desktop": True, **settings})
+
+
+AT_ONCE = section(loss_above=0.0, every="0.001s")
+
+
 def never(text: str) -> None:
     raise AssertionError(text)
 
 
 def test_a_finding_is_told_once_and_again_when_it_is_more_severe() -> None:
-    state = RuleState(AlertRules(finding="warning"), 0.0)
+    state = AlertRules(section(finding="warning"), 0.0)
     info, warning, critical = (
         type(one)(**{**vars(one), "severity": severity})
         for one, severity in zip([found()] * 3, ("info", "warning", "critical"), strict=True)
@@ -64,15 +71,15 @@ def test_a_finding_is_told_once_and_again_when_it_is_more_severe() -> None:
 
 
 def test_a_loss_is_told_when_it_leaves_its_bound() -> None:
-    state = RuleState(AlertRules(loss_above=2.0), 0.0)
+    state = AlertRules(section(loss_above=2.0), 0.0)
     losses = [1.0, 2.0, 3.0, 4.0, math.nan, 1.0, math.inf, 1.0, math.nan]
     told = [len(list(state.of_record(step(i, loss)))) for i, loss in enumerate(losses)]
     assert told == [0, 0, 1, 0, 0, 0, 1, 0, 1]
-    assert not list(RuleState(AlertRules(), 0.0).of_record(step(1, 1e9)))
+    assert not list(AlertRules(section(), 0.0).of_record(step(1, 1e9)))
 
 
 def test_a_run_that_makes_no_step_is_told_once_each_time() -> None:
-    state = RuleState(AlertRules(no_step_s=600.0, disk_below=None), 100.0)
+    state = AlertRules(section(no_step_for="10min", disk_below=None), 100.0)
     told = [
         [each.kind for each in state.of_time(at, None, 100.0 + now_s)]
         for at, now_s in ((0, 599), (0, 600), (0, 1900), (1, 2000), (1, 2599), (1, 2601), (2, 2602))
@@ -81,15 +88,15 @@ def test_a_run_that_makes_no_step_is_told_once_each_time() -> None:
 
 
 def test_a_disk_that_hovers_at_its_bound_is_told_once() -> None:
-    state = RuleState(AlertRules(no_step_s=None, disk_below=100), 0.0)
+    state = AlertRules(section(no_step_for=None, disk_below="100B"), 0.0)
     told = [len(list(state.of_time(1, free, 0.0))) for free in (None, 150, 99, 101, 99, 199, 50, 200, 99)]
     assert told == [0, 0, 1, 0, 0, 0, 0, 0, 1]
 
 
 def test_the_end_is_told_with_its_reason() -> None:
-    (alert,) = RuleState(AlertRules(), 0.0).of_record(ended(9, "failed", "no memory"))
+    (alert,) = AlertRules(section(), 0.0).of_record(ended(9, "failed", "no memory"))
     assert alert.kind == "ended" and "(failed), loss 0.2: no memory" in alert.text
-    assert not list(RuleState(AlertRules(ended=False), 0.0).of_record(ended(9)))
+    assert not list(AlertRules(section(ended=False), 0.0).of_record(ended(9)))
 
 
 def test_alerts_of_a_kind_wait_and_come_together() -> None:
@@ -106,18 +113,20 @@ def test_alerts_of_a_kind_wait_and_come_together() -> None:
     assert batcher.due(301.0) == [] and len(batcher.due(301.0, all_of_them=True)) == 1
 
 
-def test_a_webhook_gets_what_slack_takes(hook: Hook) -> None:
-    Webhook.of_variable("HOOK", {"HOOK": hook.url}).send("my run", ALERT)
+def test_a_webhook_gets_what_slack_takes(hook: Hook, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOOK", hook.url)
+    Webhook.of_variable("HOOK").send("my run", ALERT)
     assert hook.taken == [{"text": "my run: the loss is &lt;b&gt;12 &amp; more"}]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of imghdr, which apprise imports
-def test_apprise_delivers_and_keeps_addresses_secret(hook: Hook) -> None:
+def test_apprise_delivers_and_keeps_addresses_secret(hook: Hook, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("apprise")
     from trainwright.monitoring.alerts import Apprise
 
     address = hook.url.replace("http://", "json://user:S3CRET@")
-    Apprise.of_variable("URLS", {"URLS": f" {address} "}).send("my run", ALERT)
+    monkeypatch.setenv("URLS", f" {address} ")
+    Apprise.of_variable("URLS").send("my run", ALERT)
     assert hook.asked == 1
     with pytest.raises(UsageError, match="address 2 of 2") as refused:
         Apprise([address, "no-such-service://S3CRET"])
@@ -199,7 +208,7 @@ def test_what_is_not_taken_is_sent_again(tmp_path: Path, hook: Hook) -> None:
     folder = make_run(tmp_path, "mine", [started(), found("old.one")])  # what was there before is not told
     log = LogWriter(folder.log)
     channel = Webhook(hook.url)
-    with AlertWatch(folder, AlertRules(), [channel], every_s=0.0, warn=never, poll_s=0.01, retry_s=[0.01] * 4):
+    with AlertWatch(folder, AT_ONCE, [channel], warn=never, poll_s=0.01, retry_s=[0.01] * 4):
         log.write(found("data.nan", 3))
         hook.wait()
         log.write(ended(4))
@@ -214,8 +223,7 @@ def test_what_nobody_takes_is_said_once_and_training_goes_on(tmp_path: Path, hoo
     hook.failures, said = 10**6, list[str]()
     folder = make_run(tmp_path, "mine", [started()])
     log = LogWriter(folder.log)
-    rules = AlertRules(loss_above=0.0)
-    with AlertWatch(folder, rules, [Webhook(hook.url)], every_s=0, warn=said.append, poll_s=0.01, retry_s=[0.01] * 2):
+    with AlertWatch(folder, AT_ONCE, [Webhook(hook.url)], warn=said.append, poll_s=0.01, retry_s=[0.01] * 2):
         log.write(step(1))
         log.write(found())
     assert said == ["alerts: the webhook failed in all 3 attempts: the server answered 500"] and hook.asked == 6
@@ -226,13 +234,13 @@ def test_the_end_does_not_wait_for_tries_that_come_too_late(tmp_path: Path, hook
     """Nor for a second one, where a channel was given up before."""
     hook.failures, said = 10**6, list[str]()
     log = LogWriter(make_run(tmp_path, "mine", [started()]).log)
-    rules, channel = AlertRules(loss_above=0.0), Webhook(hook.url)
-    options: dict[str, Any] = {"every_s": 0.0, "warn": said.append, "poll_s": 0.01}
-    with AlertWatch(RunFolder(tmp_path / "mine"), rules, [channel], **options, retry_s=[0.01, 3600.0]):
+    channel = Webhook(hook.url)
+    options: dict[str, Any] = {"warn": said.append, "poll_s": 0.01}
+    with AlertWatch(RunFolder(tmp_path / "mine"), AT_ONCE, [channel], **options, retry_s=[0.01, 3600.0]):
         log.write(step(1))
     assert hook.asked == 2
     assert said == ["not all alerts were delivered before the end (the webhook: the server answered 500)"]
-    with AlertWatch(RunFolder(tmp_path / "mine"), rules, [channel], **options, retry_s=[0.01]) as watch:
+    with AlertWatch(RunFolder(tmp_path / "mine"), AT_ONCE, [channel], **options, retry_s=[0.01]) as watch:
         log.write(step(2))
         while len(said) < 2:
             watch.note(2)

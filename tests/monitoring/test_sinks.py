@@ -67,7 +67,7 @@ def test_tensorboard_reads_back_what_was_written(tmp_path: Path) -> None:
     sink.text(2, "sample", "# not a title\n<b>")
     sink.media(2, "drawn", tw.Image(torch.tensor([[[0.0, 1.0]]])))
     sink.media(2, "weights", tw.Histogram(torch.tensor([0.0, 0.0, 1.0]), bins=2))
-    sink.close(0)
+    close_sinks([sink], 0)
     (drawn,) = read_events(tmp_path).Images("drawn")
     assert (drawn.step, drawn.width, drawn.height) == (2, 2, 1) and drawn.encoded_image_string[:4] == b"\x89PNG"
     (weights,) = read_events(tmp_path).Histograms("weights")
@@ -107,7 +107,7 @@ def test_tensorboard_on_a_full_disk_warns_once_and_training_goes_on(tiny_disk: P
     (sink,) = open_sinks(sink_factories(["tensorboard"]), tiny_disk, {}, said)
     for step in range(200):
         sink.text(step, "sample", "x" * 2000)
-    sink.close(0)
+    close_sinks([sink], 0)
     for thread in threading.enumerate():
         if type(thread).__name__ == "_AsyncWriterThread":
             thread.join()  # so that what it raises belongs to this test
@@ -144,7 +144,7 @@ def test_a_sink_that_fails_is_said_once_and_left_alone() -> None:
     sink.scalars(1, {})
     sink.scalars(2, {})
     sink.text(2, "a", "b")
-    sink.close(0)
+    close_sinks([sink], 0)
     assert broken.calls == 1
     assert said == ["wandb receives no more of this run, log.jsonl is complete: ConnectionError: server gone"]
 
@@ -172,7 +172,7 @@ def test_a_sink_that_hangs_holds_up_nobody(when: str, monkeypatch: pytest.Monkey
     for sink in sinks:
         for step in range(3):
             sink.scalars(step, {})
-    sinks[1].close(0)
+    close_sinks(sinks[1:], 0)
     monkeypatch.setattr(sinks_room, "CLOSING_S", 0.05)
     close_sinks(sinks[:1], 0)
     assert said == ["hanging did not finish in time at the end of this run; log.jsonl is complete"]
@@ -214,7 +214,7 @@ def test_what_comes_too_fast_is_left_out_and_counted(monkeypatch: pytest.MonkeyP
     for step in range(20):
         sink.scalars(step, {})
     hanging.freed.set()
-    sink.close(0)
+    close_sinks([sink], 0)
     assert 3 <= len(hanging.seen) <= 4 and hanging.seen == [*range(len(hanging.seen))]
     assert said == [f"slow lacks {20 - len(hanging.seen)} records that arrived too fast; log.jsonl has them"]
 
@@ -223,7 +223,7 @@ def test_no_names_no_sinks_and_a_name_twice_is_one(tmp_path: Path) -> None:
     assert open_sinks(sink_factories([]), tmp_path, {}, never) == []
     sinks = open_sinks(sink_factories(["tensorboard", "tensorboard"]), tmp_path, {}, never)
     assert len(sinks) == 1
-    sinks[0].close(0)
+    close_sinks(sinks, 0)
 
 
 @pytest.mark.process
@@ -248,7 +248,7 @@ def test_a_sink_that_cannot_open_is_said(tmp_path: Path) -> None:
     said = Warnings()
     (sink,) = open_sinks(sink_factories(["tensorboard"]), tmp_path, {}, said)
     sink.scalars(1, {"loss": 1.0})
-    sink.close(0)
+    close_sinks([sink], 0)
     assert len(said) == 1
     assert said[0].startswith("tensorboard receives no more of this run")
 
@@ -363,8 +363,7 @@ WRITE = """
 import torch
 import trainwright as tw
 from pathlib import Path
-from trainwright.monitoring.sinks import sink_factories
-from trainwright.monitoring.sinks import open_sinks
+from trainwright.monitoring.sinks import close_sinks, open_sinks, sink_factories
 
 def warn(text):
     print("WARNED", text)
@@ -378,7 +377,7 @@ for from_step, loss in ((0, 2.5), (2, 1.5)):
     sink.media(from_step + 1, "validation/drawn", tw.Image(torch.rand(1, 2, 3)))
     sink.media(from_step + 1, "weights (all)", tw.Histogram(torch.rand(10), bins=4))
     sink.scalars(from_step + 2, {"train/loss": loss - 0.5})
-    sink.close(1 if not from_step else 0)
+    close_sinks([sink], 1 if not from_step else 0)
 """
 
 
@@ -527,7 +526,7 @@ sink.text(1, "sample", "<i>once</i>")
 sink.media(1, "drawn", tw.Image(torch.rand(1, 2, 3)))
 sink.media(1, "weights", tw.Histogram(torch.rand(10), bins=4))
 sink.scalars(2, {"loss": 1.5})
-sink.close(0)
+sinks.close_sinks([sink], 0)
 """
 
 

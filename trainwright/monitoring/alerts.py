@@ -5,6 +5,7 @@ A thread of the run's process sends them, so that a step that hangs is reported 
 
 from __future__ import annotations
 
+import html
 import json
 import logging
 import math
@@ -15,9 +16,9 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, NamedTuple, Protocol
@@ -57,14 +58,9 @@ class Webhook:
     name: str = "webhook"
 
     @classmethod
-    def of_variable(cls, variable: str, environ: Mapping[str, str]) -> Webhook:
+    def of_variable(cls, variable: str) -> Webhook:
         """Return the webhook of an environment variable. Raises UsageError, without its value, if it has no address."""
-        url = environ.get(variable, "").strip()
-        if not url:
-            raise UsageError(
-                f"alerts.webhook: the environment variable {variable} is not set",
-                remedy=f"export {variable}=https://..., or leave alerts out: --set alerts=null",
-            )
+        url = _value_of("alerts.webhook", variable, example="https://...")
         if not url.startswith(("https://", "http://")):
             raise UsageError(
                 f"alerts.webhook: {variable} is not an address", remedy="it must begin with https:// or http://"
@@ -72,9 +68,7 @@ class Webhook:
         return cls(url)
 
     def send(self, run: str, alert: Alert) -> None:
-        text = (
-            f"{run}: {alert.text}".replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-        )  # required by Slack
+        text = html.escape(f"{run}: {alert.text}", quote=False)  # required by Slack
         body = json.dumps({"text": text}).encode()
         try:
             request = urllib.request.Request(self.url, body, {"Content-Type": "application/json"}, method="POST")
@@ -109,15 +103,9 @@ class Apprise:
                 )
 
     @classmethod
-    def of_variable(cls, variable: str, environ: Mapping[str, str]) -> Apprise:
+    def of_variable(cls, variable: str) -> Apprise:
         """Return the channel of an environment variable. Raises UsageError, without its value, if it is empty."""
-        addresses = environ.get(variable, "").split()
-        if not addresses:
-            raise UsageError(
-                f"alerts.apprise: the environment variable {variable} is not set",
-                remedy=f"export {variable}='tgram://TOKEN/CHAT', or leave alerts out: --set alerts=null",
-            )
-        return cls(addresses)
+        return cls(_value_of("alerts.apprise", variable, example="'tgram://TOKEN/CHAT'").split())
 
     def send(self, run: str, alert: Alert) -> None:
         try:
@@ -126,6 +114,16 @@ class Apprise:
             raise NotDeliveredError(f"failed: {type(error).__name__}") from None
         if not is_sent:
             raise NotDeliveredError(f"at least one of {len(self._sender)} addresses did not accept it")
+
+
+def _value_of(key: str, variable: str, *, example: str) -> str:
+    """Return the value of an environment variable that the recipe names at ``key``."""
+    if value := os.environ.get(variable, "").strip():
+        return value
+    raise UsageError(
+        f"{key}: the environment variable {variable} is not set",
+        remedy=f"export {variable}={example}, or leave alerts out: --set alerts=null",
+    )
 
 
 @dataclass(frozen=True)
@@ -204,58 +202,51 @@ class Alert(NamedTuple):
     step: int
 
 
-@dataclass(frozen=True)
 class AlertRules:
-    """The alerts to send. None turns off a kind of alert. ``watched``: read the losses of a loop under ``tw.watch``."""
+    """Decides which alerts are due, by the section of a recipe. Each is due once while its condition lasts.
 
-    finding: Literal["info", "warning", "critical"] | None = "critical"
-    loss_above: float | None = None
-    no_step_s: float | None = 1800.0
-    disk_below: int | None = 2**30
-    ended: bool = True
-    watched: bool = False
+    ``now_s`` and ``begin_s`` are times of the same clock. ``watched``: the log is that of a loop under ``tw.watch``,
+    whose losses are in its Watched records.
+    """
 
-
-@dataclass
-class RuleState:
-    """Sends each alert once while its condition lasts. ``now_s`` and ``begin_s`` are times of the same clock."""
-
-    rules: AlertRules
-    begin_s: float
-    _sent_severities: dict[str, int] = field(default_factory=dict)
-    _is_high: bool = False
-    _is_full: bool = False
-    _is_still: bool = False
-    _step: int = 0
-    _step_at_s: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._step_at_s = self.begin_s
+    def __init__(self, section: Alerts, begin_s: float, *, watched: bool = False) -> None:
+        self._section = section
+        self._step_kind = Watched if watched else Step
+        self._no_step_s = section.no_step_for.value if section.no_step_for else math.inf
+        self._disk_below_bytes = parse_bytes(section.disk_below) if section.disk_below else 0
+        self._sent_severities: dict[str, int] = {}
+        self._is_high = False
+        self._is_full = False
+        self._is_stuck = False
+        self._step = 0
+        self._step_at_s = begin_s
 
     def of_record(self, record: Record) -> Iterator[Alert]:
         """Yield alerts on a record.
 
         A finding is reported again if it has become more severe; a high loss, if the loss was within the limit since.
         """
+        limit = self._section.loss_above
         if isinstance(record, Found):
             yield from self._finding_alerts(record)
-        elif isinstance(record, Watched if self.rules.watched else Step) and self.rules.loss_above is not None:
-            is_high = not record.loss <= self.rules.loss_above
+        elif isinstance(record, self._step_kind) and limit is not None:
+            is_high = not record.loss <= limit
             if is_high and not self._is_high:
-                limit = f"above {self.rules.loss_above:.4g}" if math.isfinite(record.loss) else "not finite"
-                yield Alert("loss", f"the loss is {record.loss:.4g}, {limit}", record.step)
+                why = f"above {limit:.4g}" if math.isfinite(record.loss) else "not finite"
+                yield Alert("loss", f"the loss is {record.loss:.4g}, {why}", record.step)
             self._is_high = is_high
-        elif isinstance(record, Ended) and self.rules.ended:
+        elif isinstance(record, Ended) and self._section.ended:
             why = f": {record.reason}" if record.reason else ""
             loss = "" if record.loss is None else f", loss {record.loss:.4g}"
             val = "" if record.val_loss is None else f", validation {record.val_loss:.4g}"
             yield Alert("ended", f"the run ended ({record.ending}){loss}{val}{why}", record.step)
 
     def _finding_alerts(self, found: Found) -> Iterator[Alert]:
-        if self.rules.finding is None or found.severity not in SEVERITIES:
+        lowest = self._section.finding
+        if lowest is None or found.severity not in SEVERITIES:
             return
         severity = SEVERITIES.index(found.severity)
-        if severity < SEVERITIES.index(self.rules.finding) or severity <= self._sent_severities.get(found.code, -1):
+        if severity < SEVERITIES.index(lowest) or severity <= self._sent_severities.get(found.code, -1):
             return
         self._sent_severities[found.code] = severity
         yield Alert("finding", f"{found.severity}: {found.symptom} ({found.code}). Remedy: {found.remedy}", found.step)
@@ -265,17 +256,17 @@ class RuleState:
         if step != self._step:
             self._step = step
             self._step_at_s = now_s
-            self._is_still = False
-        still_s = now_s - self._step_at_s
-        if self.rules.no_step_s is not None and still_s >= self.rules.no_step_s and not self._is_still:
-            self._is_still = True
-            yield Alert("no_step", f"no step was completed for {still_s / 60:.3g} minutes, since step {step}", step)
-        if self.rules.disk_below is None or free_bytes is None:
+            self._is_stuck = False
+        waited_s = now_s - self._step_at_s
+        if waited_s >= self._no_step_s and not self._is_stuck:
+            self._is_stuck = True
+            yield Alert("no_step", f"no step was completed for {waited_s / 60:.3g} minutes, since step {step}", step)
+        if free_bytes is None:
             return
-        if free_bytes < self.rules.disk_below and not self._is_full:
+        if free_bytes < self._disk_below_bytes and not self._is_full:
             self._is_full = True
             yield Alert("disk", f"only {free_bytes / 2**20:,.0f} MiB are free on the disk of the run folder", step)
-        elif free_bytes >= DISK_RECOVERY_RATIO * self.rules.disk_below:
+        elif free_bytes >= DISK_RECOVERY_RATIO * self._disk_below_bytes:
             self._is_full = False
 
 
@@ -291,7 +282,6 @@ class Batcher:
         self._waiting.setdefault(alert.kind, []).append(alert)
 
     def due(self, now_s: float, *, all_of_them: bool = False) -> list[Alert]:
-        """Return the messages that are due, each once."""
         kinds = [kind for kind in self._waiting if all_of_them or self._may_be_sent(kind, now_s)]
         found = [_joined(self._waiting.pop(kind)) for kind in kinds]
         self._sent_s.update(dict.fromkeys(kinds, now_s))
@@ -320,13 +310,13 @@ CLOSING_S = 10.0
 
 @dataclass
 class _Delivery:
-    """An alert for one channel, and the reason if it is not delivered yet."""
+    """An alert for one channel, and the problem of the last attempt."""
 
     alert: Alert
     channel: Channel
     tries: int = 0
     due_s: float = 0.0
-    why_not: str = "did not answer in time"
+    problem: str = "did not answer in time"
 
 
 class AlertWatch:
@@ -338,11 +328,11 @@ class AlertWatch:
     def __init__(
         self,
         folder: RunFolder,
-        rules: AlertRules,
+        section: Alerts,
         channels: Sequence[Channel],
         *,
-        every_s: float,
         warn: Callable[[str], None],
+        watched: bool = False,
         poll_s: float = POLL_S,
         retry_s: Sequence[float] = RETRY_S,
     ) -> None:
@@ -351,8 +341,8 @@ class AlertWatch:
         self._warn = warn
         self._poll_s, self._retry_s = poll_s, retry_s
         self._log = NewRecords(folder.log)
-        self._rules = RuleState(rules, time.monotonic())
-        self._batcher = Batcher(every_s)
+        self._rules = AlertRules(section, time.monotonic(), watched=watched)
+        self._batcher = Batcher(section.every.value)
         self._deliveries: list[_Delivery] = []
         self._failed: set[str] = set()
         self._step, self._closing = 0, threading.Event()
@@ -366,7 +356,6 @@ class AlertWatch:
         self.note(result.step)
 
     def note(self, step: int) -> None:
-        """Record that a step has ended."""
         self._step = step
 
     def close(self) -> None:
@@ -377,8 +366,8 @@ class AlertWatch:
     ) -> None:
         self._closing.set()
         self._thread.join(CLOSING_S)
-        if late := {each.channel.name: each.why_not for each in self._deliveries}:
-            channels = "; ".join(f"the {name}: {why}" for name, why in late.items())
+        if late := {each.channel.name: each.problem for each in self._deliveries}:
+            channels = "; ".join(f"the {name}: {problem}" for name, problem in late.items())
             self._warn(f"not all alerts were delivered before the end ({channels})")
 
     def _run(self) -> None:
@@ -423,7 +412,7 @@ class AlertWatch:
         )  # the end of the run does not wait again for a channel that failed before
         if delivery.tries < len(self._retry_s) and not is_over:
             delivery.due_s, delivery.tries = time.monotonic() + self._retry_s[delivery.tries], delivery.tries + 1
-            delivery.why_not = error.message
+            delivery.problem = error.message
             return
         self._deliveries.remove(delivery)
         if delivery.channel.name not in self._failed:
@@ -462,42 +451,33 @@ def _free_bytes(path: Path) -> int | None:
         return None
 
 
-def require_channels(ask: Alerts | None) -> None:
+def require_channels(section: Alerts | None) -> None:
     """Raise UsageError before the run for anything that an alert needs and is missing."""
-    if ask is not None:
-        list(_channels(ask, os.environ))
+    if section is not None:
+        list(_channels(section))
 
 
-def _channels(ask: Alerts, environ: Mapping[str, str]) -> Iterator[Channel]:
-    if ask.webhook is not None:
-        yield Webhook.of_variable(ask.webhook, environ)
-    if ask.apprise is not None:
-        yield Apprise.of_variable(ask.apprise, environ)
-    if ask.command:
-        yield Command.of(ask.command)
-    if ask.desktop:
+def _channels(section: Alerts) -> Iterator[Channel]:
+    if section.webhook is not None:
+        yield Webhook.of_variable(section.webhook)
+    if section.apprise is not None:
+        yield Apprise.of_variable(section.apprise)
+    if section.command:
+        yield Command.of(section.command)
+    if section.desktop:
         yield desktop()
 
 
 @contextmanager
 def alerting(
-    ask: Alerts | None, folder: RunFolder, warn: Callable[[str], None], *, watched: bool = False
+    section: Alerts | None, folder: RunFolder, warn: Callable[[str], None], *, watched: bool = False
 ) -> Iterator[tuple[AlertWatch, ...]]:
     """Send the alerts of a recipe section inside the context. Yields the observers of steps: none, or an AlertWatch.
 
     Leave it after the last record is in the log. ``watched``: the log is that of a loop under ``tw.watch``.
     """
-    if ask is None:
+    if section is None:
         yield ()
         return
-    rules = AlertRules(
-        finding=ask.finding,
-        loss_above=ask.loss_above,
-        no_step_s=ask.no_step_for.value if ask.no_step_for else None,
-        disk_below=parse_bytes(ask.disk_below) if ask.disk_below else None,
-        ended=ask.ended,
-        watched=watched,
-    )
-    to = [*_channels(ask, os.environ)]
-    with AlertWatch(folder, rules, to, every_s=ask.every.value, warn=warn) as watch:
+    with AlertWatch(folder, section, [*_channels(section)], warn=warn, watched=watched) as watch:
         yield (watch,)

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +44,7 @@ MAX_LAYERS = 200  # of a larger model, the first and the last 100
 
 @dataclass(frozen=True)
 class Layer:
-    """A part of the model by its path: a module, and its trained parameters."""
+    """A part of the model by its path: a module (None for a path that no module has), and its trained parameters."""
 
     path: str
     module: nn.Module | None
@@ -62,7 +63,7 @@ def layers_of(*models: nn.Module) -> list[Layer]:
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 found.setdefault(_path_of(name), []).append(parameter)
-        layers += [Layer(prefix + path, modules.get(path), tuple(own)) for path, own in found.items()]
+        layers += [Layer(prefix + path, modules.get(path), tuple(each)) for path, each in found.items()]
     return layers if len(layers) <= MAX_LAYERS else layers[: MAX_LAYERS // 2] + layers[-(MAX_LAYERS // 2) :]
 
 
@@ -100,7 +101,6 @@ class HostCopy:
         return self._pending is not None
 
     def start(self, values: Tensor) -> None:
-        """Start to copy ``values``."""
         if values.device.type != "cuda":
             self._pending = values, None
             return
@@ -123,32 +123,42 @@ class HostCopy:
         return values
 
 
-class HookedStats:
-    """Statistics of single steps, from hooks that are registered for these steps only."""
+class StepStats(ABC):
+    """Statistics of single steps, from hooks that are registered for these steps only: of layers, or of gradients.
 
-    def __init__(self) -> None:
+    ``paths`` are the names of what is measured. ``hooks_s`` are the total seconds in hooks.
+    """
+
+    def __init__(self, paths: tuple[str, ...]) -> None:
+        self.paths = paths
         self.hooks_s = 0.0
-        """Total seconds in hooks."""
         self._handles: list[RemovableHandle] = []
         self._sampled: dict[int, Tensor] = {}
         self._sample, self._copy = Sampler(), HostCopy()
 
     @property
     def is_pending(self) -> bool:
-        """True while a copy to the host has not been read."""
         return self._copy.is_pending
 
-    def _unhook(self) -> None:
+    @abstractmethod
+    def begin(self) -> None: ...
+
+    @abstractmethod
+    def before_update(self, optimizer: Optimizer | None = None) -> None: ...
+
+    @abstractmethod
+    def after_update(self) -> None: ...
+
+    @abstractmethod
+    def read(self, *, wait: bool = False) -> Mapping[str, object] | None: ...
+
+    def close(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
-    def close(self) -> None:
-        """Remove hooks that are still registered."""
-        self._unhook()
 
-
-class LayerStats(HookedStats):
+class LayerStats(StepStats):
     """The statistics of one step at a time.
 
     Call ``begin`` before the forward pass, ``before_update`` when the gradients are complete, and ``after_update``
@@ -165,9 +175,8 @@ class LayerStats(HookedStats):
         is_live: Callable[[], bool] = torch.is_grad_enabled,
         combine_shards: Callable[[Tensor, Sequence[Tensor]], None] | None = None,
     ) -> None:
-        super().__init__()
         self.layers = layers_of(*models)
-        self.paths = tuple(layer.path for layer in self.layers)
+        super().__init__(tuple(layer.path for layer in self.layers))
         self._with_activations = activations
         self._is_live = is_live
         self._combine_shards = combine_shards
@@ -213,12 +222,12 @@ class LayerStats(HookedStats):
         for (index, p), norm in zip(new, norms, strict=True):
             self._measured[index] = norm.float().square(), self._some_of(local(p))
         if len(self._measured) == len(self._parameters):
-            self._unhook()
+            self.close()
 
     @torch.no_grad()
     def after_update(self) -> None:
         """Compute the ratios of updates to weights, and start the copy of all values to the host."""
-        self._unhook()
+        self.close()
         measured, self._measured = self._measured, {}
         if not measured:  # the step ended before its update
             return
@@ -246,8 +255,10 @@ class LayerStats(HookedStats):
         """Return the squared norm of each parameter, estimated from its samples."""
         squares = torch.stack([norm.float() for norm in torch._foreach_norm(list(samples))]).square()
         if self._elements_per_sample is None:  # made once, because a copy to a GPU synchronizes
-            whole = [local(p).numel() / max(1, each.numel()) for p, each in zip(self._parameters, samples, strict=True)]
-            self._elements_per_sample = torch.tensor(whole, device=squares.device)
+            ratios = [
+                local(p).numel() / max(1, each.numel()) for p, each in zip(self._parameters, samples, strict=True)
+            ]
+            self._elements_per_sample = torch.tensor(ratios, device=squares.device)
         return squares * self._elements_per_sample
 
     def _some_of(self, tensor: Tensor) -> Tensor:
@@ -303,21 +314,6 @@ def without_ends(counts: list[int]) -> tuple[int, ...]:
     return (filled[0], *counts[filled[0] : filled[-1] + 1]) if filled else ()
 
 
-class StepStats(Protocol):
-    """Statistics that are measured in some steps: ``LayerStats``, or ``OutputGradStats``."""
-
-    hooks_s: float
-    paths: tuple[str, ...]
-
-    @property
-    def is_pending(self) -> bool: ...
-    def begin(self) -> None: ...
-    def before_update(self, optimizer: Optimizer | None = None) -> None: ...
-    def after_update(self) -> None: ...
-    def read(self, *, wait: bool = False) -> Mapping[str, object] | None: ...
-    def close(self) -> None: ...
-
-
 class LayerLog(Generic[R]):
     """Writes a record in some steps. ``record`` makes it from the fields that ``stats`` has read.
 
@@ -347,7 +343,6 @@ class LayerLog(Generic[R]):
         self._named = False
 
     def is_due(self, step: int) -> bool:
-        """Return True if ``step`` is measured."""
         return step == self._measured
 
     def before_update(self, step: int, optimizer: Optimizer | None = None) -> None:
@@ -376,7 +371,6 @@ class LayerLog(Generic[R]):
 
     @staticmethod
     def apart(step: int) -> int:
-        """Return the number of steps until the next measurement."""
         return max(INITIAL_INTERVAL_STEPS, step // RECORDS_PER_E_FOLD)
 
     def _write(self, step: int, *, wait: bool = False) -> None:
@@ -388,7 +382,6 @@ class LayerLog(Generic[R]):
         self._to(self._record(time_s=self._wall_clock(), step=step, layers=names, **fields))
 
     def close(self) -> None:
-        """Write the pending record."""
         self._stats.close()
         self._write(self._measured, wait=True)
 
@@ -400,7 +393,6 @@ class LayerObserver:
         self._log = log
 
     def is_due(self, state: TrainState) -> bool:
-        """Return True if the next step is measured."""
         return self._log.is_due(state.step + 1)
 
     def probe(self, state: TrainState) -> Mapping[str, Tensor]:
@@ -448,7 +440,7 @@ def scalars_of(record: records.Layers, paths: Sequence[str]) -> dict[str, float]
     }
 
 
-class OutputGradStats(HookedStats):
+class OutputGradStats(StepStats):
     """Gradients with respect to the outputs of ``modules`` in one step, measured as ``LayerStats`` measures parameters.
 
     Norms are over all elements of all calls of a module in the step, including all micro-batches. Histograms are of
@@ -458,14 +450,12 @@ class OutputGradStats(HookedStats):
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        super().__init__()
-        self.paths = tuple(modules)
+        super().__init__(tuple(modules))
         self.factor: Tensor | float = 1.0
         self._modules = tuple(modules.values())
         self._norms: dict[int, Tensor] = {}
 
     def begin(self) -> None:
-        """Hook the modules for one step."""
         self.discard()
         self._handles = [module.register_forward_hook(self._hook(at)) for at, module in enumerate(self._modules)]
 
@@ -491,12 +481,12 @@ class OutputGradStats(HookedStats):
 
     def before_update(self, _optimizer: Optimizer | None = None) -> None:
         """Remove the hooks after the backward passes of the step."""
-        self._unhook()
+        self.close()
 
     @torch.no_grad()
     def after_update(self) -> None:
         """Start the copy of norms and histograms to the host."""
-        self._unhook()
+        self.close()
         if not self._norms:
             return
         device = next(iter(self._norms.values())).device
@@ -512,7 +502,6 @@ class OutputGradStats(HookedStats):
         self.discard()
 
     def discard(self) -> None:
-        """Discard the values of the step so far."""
         self._norms, self._sampled = {}, {}
 
     def read(self, *, wait: bool = False) -> Mapping[str, object] | None:

@@ -150,7 +150,6 @@ class Logbook:
 
     @property
     def seconds(self) -> float:
-        """Seconds since the log was opened."""
         return time.perf_counter() - self._begin_s
 
     def start(

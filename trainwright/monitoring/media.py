@@ -46,7 +46,6 @@ class MediaWriter:
         self._bytes: int | None = None
 
     def write(self, step: int, values: Mapping[str, Loggable]) -> None:
-        """Write these values, by name."""
         for name, value in values.items():
             self._write_one(step, name, value)
 
@@ -111,7 +110,6 @@ class MediaWriter:
 
 
 def _sizes(folder: Path) -> list[int]:
-    """Return the sizes of all files below a folder."""
     if folder.is_symlink():
         return []
     return [path.lstat().st_size for path in folder.rglob("*") if path.is_file()]

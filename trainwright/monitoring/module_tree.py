@@ -30,7 +30,6 @@ class ModuleNode:
     last: str = ""
 
     def to_json(self) -> dict[str, object]:
-        """Return the content of model.json."""
         return {**vars(self), "children": [each.to_json() for each in self.children]}
 
 

@@ -96,7 +96,6 @@ class Gpus:
         return sum(known) / 1000 if known and len(known) == len(limits) else None
 
     def close(self) -> None:
-        """Shut NVML down."""
         if self._handles:
             self._handles = {}
             self._nvml.nvmlShutdown()

@@ -46,22 +46,14 @@ class ProgressLine:
 
     Args:
         fraction: The completed fraction of the run, from 0 to 1.
-        step: The step.
         loss: The mean over the latest steps, see ``LossMean``.
-        lr: The learning rate.
-        memory_bytes: Memory in use.
         samples_s: Samples per second.
         memory_of: The owner of this memory: the process, or tensors on the GPU.
         epoch: The number of the epoch, from 1; None: the data have no epochs.
-        epochs: The planned number of epochs.
         val: The last validation loss.
-        findings: Counts of findings as text.
-        skipped: Updates that were skipped.
         left_s: Seconds until the end of the run; None: not known yet.
-        tokens_s: Tokens per second.
         mfu: Model FLOPs utilization.
         wait: The fraction of the step time that was spent waiting for data.
-        references: Reference losses by name.
     """
 
     fraction: float
@@ -115,15 +107,8 @@ class ProgressLine:
         return GAP.join(parts)
 
 
-class _Summed(NamedTuple):
-    """The sum and the number of finite losses, on the device."""
-
-    total: Tensor
-    number: Tensor
-
-
 class LossMean:
-    """The mean of the losses of steps. Losses are read only when the mean is taken, with two host syncs.
+    """The mean of the losses of steps. Losses are read only when the mean is taken, with one host sync.
 
     The mean is over the steps since it was last taken, and over at least the newest ``least`` steps. Non-finite losses
     are left out if there are finite ones.
@@ -132,7 +117,7 @@ class LossMean:
     def __init__(self, least: int = 1) -> None:
         self._newest: deque[Tensor] = deque(maxlen=least)
         self._pending: list[Tensor] = []
-        self._sums: list[_Summed] = []
+        self._sums: list[Tensor] = []
         self._steps = 0
 
     def add(self, loss: Tensor) -> None:
@@ -152,18 +137,19 @@ class LossMean:
         self._pending = []
         self._sums = []
         self._steps = 0
-        total, number = (torch.stack(each).sum().item() for each in zip(*sums, strict=True))
+        total, number = torch.stack(sums).sum(0).tolist()
         return total / number if number else math.nan
 
 
-def _summed(losses: Sequence[Tensor]) -> _Summed:
+def _summed(losses: Sequence[Tensor]) -> Tensor:
+    """Return the sum and the number of the finite losses, on their device."""
     values = torch.stack([loss.detach() for loss in losses]).float()
     finite = values.isfinite()
-    return _Summed(values.where(finite, 0.0).sum(), finite.sum())
+    return torch.stack([values.where(finite, 0.0).sum(), finite.sum()])
 
 
 class Progress:
-    """An observer that reads losses only when it shows a line: on a GPU two host syncs a line.
+    """An observer that reads losses only when it shows a line: on a GPU one host sync a line.
 
     Attributes:
         references: Reference losses by name (``{"bigram": 2.46}``). The line shows which of them the loss is below.
@@ -218,7 +204,6 @@ class Progress:
             self._quiet = True
 
     def evaluated(self, step: int, seen: EvaluationResult) -> None:
-        """Show the validation loss from now on."""
         self._val = seen.loss
         metrics = "".join(f"   {name} {value:.4g}" for name, value in seen.metrics.items())
         part = f" on {seen.batches} batch{'es' * (seen.batches > 1)}" if seen.batches else ""

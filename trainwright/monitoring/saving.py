@@ -82,7 +82,7 @@ class _Done:
 _free_on_host = partial(free_bytes, torch.device("cpu"))
 
 
-class _OwnThread:
+class _WriterThread:
     """Writes copies of the state in a thread. Without memory for a copy, training waits for the write instead."""
 
     def __init__(self, *, asynchronous: bool, warn: Callable[[str], None], free_memory: Callable[[], int]) -> None:
@@ -140,7 +140,6 @@ class _OwnThread:
         return future
 
     def end(self, *, waits: bool = True) -> None:
-        """End the thread."""
         self._executor.shutdown(wait=waits, cancel_futures=not waits)
 
 
@@ -179,12 +178,10 @@ class Saving:
         self._run_metadata = run_metadata
         self._folder_guard = folder_guard
         self._clock = clock
-        self._thread = _OwnThread(asynchronous=policy.asynchronous, warn=warn, free_memory=free_memory)
+        self._thread = _WriterThread(asynchronous=policy.asynchronous, warn=warn, free_memory=free_memory)
         self._writing: tuple[int, float, Future[_Done]] | None = None  # step, seconds that training waited
         self._saved, self._saved_s = (-1, False), clock()
-        self._best = BestSoFar(
-            folder, policy.best, is_largest=policy.best_is_largest, batches=policy.best_batches, run=run
-        )
+        self._best = BestSoFar(folder, policy, run)
         self.last: Path | None = None
         self.last_s: float | None = None
 
@@ -366,59 +363,49 @@ def _first_words(error: Exception) -> str:
 class BestSoFar:
     """The best checkpoint of ``best.json`` in ``folder``, and a better result that is not on disk yet.
 
-    ``metric`` is "loss" or a metric of the validation; None disables it. Only evaluations of ``batches`` batches are
-    compared, 0 for the full set. ``run`` is the identity of the run.
+    ``run`` is the identity of the run.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        metric: str | None,
-        *,
-        is_largest: bool,
-        batches: int = 0,
-        run: str = "",
-    ) -> None:
+    def __init__(self, folder: Path, policy: SavePolicy, run: str = "") -> None:
         self._folder = folder
-        self._metric = metric
-        self._batches = batches
+        self._policy = policy
         self._run = run
-        self._sign = -1.0 if is_largest else 1.0
-        self._pointed_to = repair_best(folder, run)
-        self._hoped_for: Best | None = None
+        self._on_disk = repair_best(folder, run)
+        self._pending: Best | None = None
 
     def evaluated(self, step: int, seen: EvaluationResult) -> Best | None:
         """Return the result after ``step`` if it is the best so far, so that a checkpoint should be saved.
 
         Raises UsageError if there is no such metric.
         """
-        if self._metric is None or seen.batches != self._batches:
+        metric = self._policy.best
+        if metric is None or seen.batches != self._policy.best_batches:
             return None
         try:
-            value = seen.figure(self._metric)
+            value = seen.figure(metric)
         except UsageError as error:
             raise UsageError(f"checkpoint.best: {error.message}", remedy=error.remedy) from None
-        found = Best(step, self._metric, value, seen.batches)
-        known = self._hoped_for or self._pointed_to
+        found = Best(step, metric, value, seen.batches)
+        known = self._pending or self._on_disk
         if math.isfinite(found.value) and (known is None or self._beats(found, known)):
-            self._hoped_for = found
+            self._pending = found
             return found
         return None
 
     def _beats(self, found: Best, known: Best) -> bool:
         if known.metric != found.metric or known.batches not in (found.batches, None):
             return True
-        return self._sign * found.value < self._sign * known.value
+        return found.value > known.value if self._policy.best_is_largest else found.value < known.value
 
     def at(self, step: int) -> Best | None:
         """Return the best result from ``step``, unless it is on disk already or could not be saved."""
-        return self._hoped_for if self._hoped_for and self._hoped_for.step == step else None
+        return self._pending if self._pending and self._pending.step == step else None
 
     def update(self, step: int) -> None:
         """Read which checkpoint on disk is the best. Call it when the save of ``step`` has ended, successful or not."""
-        self._pointed_to = read_best(self._folder, self._run)
-        if self._hoped_for and self._hoped_for.step <= step:
-            self._hoped_for = None
+        self._on_disk = read_best(self._folder, self._run)
+        if self._pending and self._pending.step <= step:
+            self._pending = None
 
 
 class PartSaving:
@@ -434,7 +421,7 @@ class PartSaving:
         free_memory: Callable[[], int] = _free_on_host,
     ) -> None:
         self._folder, self._shards = folder, shards
-        self._thread = _OwnThread(asynchronous=asynchronous, warn=warn, free_memory=free_memory)
+        self._thread = _WriterThread(asynchronous=asynchronous, warn=warn, free_memory=free_memory)
         self._writing: Future[object] | None = None
 
     def due(self, state: TrainState) -> bool:
@@ -466,27 +453,27 @@ class PartSaving:
 
 
 class SavingTogether:
-    """A Saver for each rank. ``own`` is a Saving on the first rank, which decides when, and a PartSaving on others.
+    """A Saver for each rank: ``saver`` is a Saving on the first rank, which decides when, and a PartSaving on others.
 
     There is no save after an exception, because ranks without the exception would not take part.
     """
 
-    def __init__(self, world: World, own: Saver) -> None:
+    def __init__(self, world: World, saver: Saver) -> None:
         self._world = world
-        self._own = own
+        self._saver = saver
         self._saved = -1, False
 
     def due(self, state: TrainState) -> bool:
         """Return True if a save is due. Costs an exchange of eight bytes."""
-        mine = self._own.due(state)
-        return self._world.least(int(not mine)) == 0
+        is_due = self._saver.due(state)
+        return self._world.least(int(not is_due)) == 0
 
     def __call__(self, state: TrainState) -> None:
         if self._saved == (state.step, state.ema.is_complete):
             return
         self._saved = state.step, state.ema.is_complete
-        self._own(state)
+        self._saver(state)
 
     def rescue(self, state: TrainState) -> None: ...
     def __exit__(self, *error: object) -> None:
-        self._own.__exit__(*error)
+        self._saver.__exit__(*error)

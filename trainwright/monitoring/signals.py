@@ -155,7 +155,6 @@ class Signals:
             call()
 
     def listen(self) -> None:
-        """Install the handlers."""
         if threading.current_thread() is not threading.main_thread():
             return
         self._pid = os.getpid()
@@ -167,7 +166,6 @@ class Signals:
         self._hook, sys.unraisablehook = sys.unraisablehook, self._on_dropped
 
     def _on_dropped(self, dropped: sys.UnraisableHookArgs) -> None:
-        """Handle an exception that Python has dropped."""
         if isinstance(dropped.exc_value, StopRequest) or self._is_quit(dropped.exc_value):
             self._news.put("dropped")
         else:

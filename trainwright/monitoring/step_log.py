@@ -197,12 +197,10 @@ class StepLog:
         self.num_skipped = len(state.ledger.entries)
 
     def out_of_memory(self, reports: Sequence[OomReport]) -> None:
-        """Write one OutOfMemory record for each attempt that ran out of memory."""
         for report in reports:
             self._journal.write(records.OutOfMemory(time_s=self._wall_clock(), **vars(report)))
 
     def evaluated(self, step: int, seen: EvaluationResult) -> None:
-        """Write one Evaluated record."""
         self.last_evaluated = records.Evaluated(
             time_s=self._wall_clock(),
             step=step,
@@ -227,7 +225,6 @@ class StepLog:
         )
 
     def not_saved(self, step: int, reason: str) -> None:
-        """Write one NotSaved record."""
         self._journal.write(records.NotSaved(time_s=self._wall_clock(), step=step, reason=reason))
 
     def _to_sinks(self, step: int, values: dict[str, float]) -> None:
@@ -293,7 +290,6 @@ class LogWindow:
         return self._taken() if self._every is None else joined
 
     def shown(self) -> Mapping[str, Loggable]:
-        """Return the images, texts and histograms of this rank since the last call."""
         return self._logged.pop_shown()
 
     def _taken(self) -> dict[str, float]:

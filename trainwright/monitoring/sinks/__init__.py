@@ -29,15 +29,15 @@ class Sink(Protocol):
 
     def media(self, step: int, name: str, value: Image | Histogram) -> None: ...
 
-    def close(self, exit_code: int) -> None:
-        """Flush pending values. ``exit_code`` is that of the run."""
-
 
 class OpenableSink(Sink, Protocol):
     """A sink that is opened before its first use."""
 
     def open(self) -> None:
         """Do slow work, such as opening files and contacting servers."""
+
+    def close(self, exit_code: int) -> None:
+        """Flush pending values. ``exit_code`` is 1 if the run failed, else 0."""
 
 
 class SinkFactory(Protocol):
@@ -76,12 +76,7 @@ class QueuedSink:
     def media(self, step: int, name: str, value: Image | Histogram) -> None:
         self._put(lambda: self._sink.media(step, name, value))
 
-    def close(self, exit_code: int) -> None:
-        """Wait until everything is written, or for ``CLOSING_S``."""
-        close_sinks([self], exit_code)
-
     def begin_close(self, exit_code: int) -> None:
-        """Close the sink after the pending calls."""
         self._exit_code = exit_code
         self._calls.put(None)
 

@@ -41,7 +41,6 @@ class OpenMetrics:
 
     @property
     def port(self) -> int:
-        """The port of the server."""
         return int(self._server.server_port)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
