@@ -17,6 +17,8 @@ from trainwright import recipe as room
 from trainwright.errors import RecipeError
 from trainwright.plan.resume_changes import compare_recipes
 from trainwright.recipe import Duration, dump, from_mapping, json_schema, load
+from trainwright.recipe.duration import Unit
+from trainwright.recipe.schema import Optimizer
 
 SMALL: dict[str, Any] = {"model": "gpt", "data": {"train": "python-topics"}}
 FULL: dict[str, Any] = {
@@ -206,7 +208,7 @@ def test_the_callers_mapping_is_left_alone() -> None:
 
 
 def test_sections_may_be_given_as_values() -> None:
-    mapping = {**SMALL, "optimizer": room.Optimizer(lr=0.1), "until": Duration(3, "ep")}
+    mapping = {**SMALL, "optimizer": Optimizer(lr=0.1), "until": Duration(3, "ep")}
     recipe = from_mapping(mapping, overrides=["optimizer.clip.by=none"]).recipe
     assert (recipe.optimizer.lr, recipe.optimizer.clip.by, recipe.until.value) == (0.1, "none", 3)
 
@@ -304,7 +306,7 @@ def test_json_schema_agrees_with_the_check() -> None:
 def test_names_point_to_callables_of_ours() -> None:
     for rows in (room.MODELS, room.DATASETS, room.LOSSES):
         assert all(re.fullmatch(r"trainwright(\.\w+)+:\w+", row.factory) for row in rows.values())
-    assert get_args(room.Unit) == ("steps", "ep", "s", "tok", "run", "samples", "USD", "kWh")
+    assert get_args(Unit) == ("steps", "ep", "s", "tok", "run", "samples", "USD", "kWh")
 
 
 def test_public_names_exist() -> None:

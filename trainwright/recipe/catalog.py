@@ -64,7 +64,6 @@ class OptimizerRow(Row):
     """The reason why its state should not move to the host's memory; "" if it may."""
 
     def values_per_weight(self, args: Mapping[str, object]) -> float:
-        """Return ``state_per_weight`` with these arguments."""
         if self.needs_for_state and not args.get(self.needs_for_state, self.keeps_state):
             return 0
         return self.state_per_weight + sum(bool(args.get(name)) for name in self.adds_state)

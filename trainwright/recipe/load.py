@@ -140,7 +140,7 @@ def _drop_best_mode(document: Document) -> None:
 def _put_value(document: Document, override: Override) -> None:
     """Walk to the parent of the path, create missing sections on the way, and set the value there."""
     assert isinstance(document.value, Mapping)
-    here: _Container = dict(document.value)
+    here: Any = dict(document.value)
     document.value = here
     for depth, key in enumerate(override.keys):
         path = override.keys[: depth + 1]
@@ -149,17 +149,17 @@ def _put_value(document: Document, override: Override) -> None:
             document.problems.append(_no_place(override, path, here))
             return
         if depth == len(override.keys) - 1:
-            _set(here, slot, override.value)
+            here[slot] = override.value
             _forget(document, ".".join(path))
             document.places[".".join(path)] = Place(override.where)
             return
-        child = _container(_get(here, slot), path, next_key=override.keys[depth + 1])
+        child = _container(here[slot], path, next_key=override.keys[depth + 1])
         if child is None:
-            document.problems.append(_no_place(override, override.keys[: depth + 2], _get(here, slot)))
+            document.problems.append(_no_place(override, override.keys[: depth + 2], here[slot]))
             return
-        if _get(here, slot) is None:
+        if here[slot] is None:
             document.places[".".join(path)] = Place(override.where)
-        _set(here, slot, child)
+        here[slot] = child
         here = child
 
 
@@ -197,25 +197,15 @@ def _new_container(path: tuple[str, ...], next_key: str) -> _Container:
 
 
 def _slot(here: _Container, key: str) -> str | int | None:
-    """Return the key or index to set; the index after the last one appends."""
+    """Return the key or index to set, which ``here`` has afterwards; None if a list can have no such index."""
     if isinstance(here, dict):
+        here.setdefault(key, None)
         return key
-    return int(key) if is_index(key) and int(key) <= len(here) else None
-
-
-def _get(here: _Container, slot: str | int) -> object:
-    if isinstance(here, dict):
-        return here.get(str(slot))
-    return here[int(slot)] if int(slot) < len(here) else None
-
-
-def _set(here: _Container, slot: str | int, value: object) -> None:
-    if isinstance(here, dict):
-        here[str(slot)] = value
-    elif int(slot) == len(here):
-        here.append(value)
-    else:
-        here[int(slot)] = value
+    if not is_index(key) or int(key) > len(here):
+        return None
+    if int(key) == len(here):
+        here.append(None)
+    return int(key)
 
 
 def _no_place(override: Override, path: tuple[str, ...], here: object) -> Problem:
@@ -471,7 +461,6 @@ def stated_paths(recipe: object, above: str = "") -> Iterator[str]:
 
 
 def _states(stated: frozenset[str], path: str) -> bool:
-    """Return True if the path or one below it is stated."""
     return any(each == path or each.startswith(f"{path}.") for each in stated)
 
 

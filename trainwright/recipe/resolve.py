@@ -32,9 +32,7 @@ class RecipePlaces(Protocol):
     """Maps a dotted path of a recipe to the place in the user's files where it was written."""
 
     @property
-    def folder(self) -> Path:
-        """The folder of the recipe."""
-        ...
+    def folder(self) -> Path: ...
 
     def where(self, path: str) -> str: ...
 

@@ -7,14 +7,12 @@ keys raise a RecipeError with paths relative to their section; `load.problems_of
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import (
     AfterValidator,
     Field,
-    GetCoreSchemaHandler,
     GetJsonSchemaHandler,
     PlainValidator,
     ValidationInfo,
@@ -23,7 +21,7 @@ from pydantic import (
     model_validator,
 )
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
-from pydantic_core import CoreSchema, core_schema
+from pydantic_core import CoreSchema
 
 from trainwright.errors import Problem, RecipeError, UsageError
 from trainwright.recipe.catalog import (
@@ -325,6 +323,40 @@ class Alerts(Section):
         return self
 
 
+_CHECKPOINTING_NAMES = ("none", "block", "selective", "auto")
+
+
+def _activation_checkpointing(text: str) -> str:
+    if text in _CHECKPOINTING_NAMES:
+        return text
+    if any(each.isdigit() for each in text):
+        return _size(text)
+    close = get_close_matches(text[:100].lower(), _CHECKPOINTING_NAMES, n=1, cutoff=0.5)
+    remedy = f"did you mean {close[0]}?" if close else "block checkpoints each block"
+    raise UsageError(f"must be one of {', '.join(_CHECKPOINTING_NAMES)}, or a peak such as 12GiB", remedy=remedy)
+
+
+_PEAK = {"type": "string", "pattern": "^[0-9.]+ ?[KMGTkmgt]?i?[Bb]$", "examples": ["12GiB"]}
+ActivationCheckpointing = Annotated[
+    str,
+    AfterValidator(_activation_checkpointing),
+    WithJsonSchema({"anyOf": [{"enum": list(_CHECKPOINTING_NAMES)}, _PEAK]}),
+]
+"""One of the names, or the peak memory of a step, such as ``12GiB``."""
+
+
+def _micro_size(value: object) -> object:
+    if value is None or value == "auto" or (type(value) is int and 0 < value <= LARGEST_INT):
+        return value
+    raise UsageError("must be a whole number above 0, or auto", remedy="write for example 8, or auto")
+
+
+MicroSize = Annotated[
+    int | Literal["auto"] | None,
+    PlainValidator(_micro_size),
+    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"const": "auto"}, {"type": "null"}]}),
+]
+
 DEFAULT_BATCH_SIZE = 32
 
 
@@ -386,7 +418,7 @@ class Model(Part):
         examples=["gpt"],
     )
     freeze: Texts = Field(default=(), description="Glob patterns of parameter names that are not trained.")
-    activation_checkpointing: Annotated[str, ActivationCheckpointing()] = Field(
+    activation_checkpointing: ActivationCheckpointing = Field(
         default="none",
         description="Recompute activations in backward instead of keeping them: none, those of each block, those of "
         "cheap operators (selective), as the plan chooses (auto), or so that a step peaks below a size (12GiB).",
@@ -421,7 +453,6 @@ class Model(Part):
 
     @property
     def keeps_average(self) -> bool:
-        """True if the run keeps an average of the weights."""
         return self.ema is not None or self.swa is not None
 
 
@@ -483,24 +514,16 @@ class Batch(Section):
 
     @model_validator(mode="after")
     def _no_contradiction(self) -> Batch:
-        if problem := self._contradiction():
-            raise RecipeError(problem)
-        return self
-
-    def _contradiction(self) -> Problem | None:
-        size, accumulation = self.size, self.accumulation
-        micro = None if self.micro == "auto" else self.micro
-        if accumulation and self.micro == "auto":
+        if self.accumulation and self.micro == "auto":
             rule, remedy = "contradicts accumulation: micro is size / accumulation", "leave micro out, or accumulation"
-            return Problem("micro", rule, got="auto", remedy=remedy)
-        if size is None:
-            alone = micro is None
+            raise RecipeError(Problem("micro", rule, got="auto", remedy=remedy))
+        if self.size is None and self.micro is None:
             rule, remedy = "does not determine the batch alone", "add batch.size or batch.micro"
-            return Problem("accumulation", rule, got=str(accumulation), remedy=remedy) if alone else None
-        if size < (micro or 1):
-            rule = f"must be at least micro, {micro}"
-            return Problem("size", rule, got=str(size), remedy=f"write size: {micro}, or a smaller micro")
-        return None
+            raise RecipeError(Problem("accumulation", rule, got=str(self.accumulation), remedy=remedy))
+        if self.size is not None and isinstance(self.micro, int) and self.size < self.micro:
+            rule, remedy = f"must be at least micro, {self.micro}", f"write size: {self.micro}, or a smaller micro"
+            raise RecipeError(Problem("size", rule, got=str(self.size), remedy=remedy))
+        return self
 
 
 class Clip(Section):
@@ -863,45 +886,6 @@ class Recipe(Section):
             rule, remedy = f"must not be longer than until, {until}", "write for example 0.05run"
             raise RecipeError(Problem("warmup", rule, got=str(warmup), remedy=remedy))
         return schedule
-
-
-def _validate(value: object) -> object:
-    if value is None or value == "auto" or (type(value) is int and 0 < value <= LARGEST_INT):
-        return value
-    raise UsageError("must be a whole number above 0, or auto", remedy="write for example 8, or auto")
-
-
-MicroSize = Annotated[
-    int | Literal["auto"] | None,
-    PlainValidator(_validate),
-    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"const": "auto"}, {"type": "null"}]}),
-]
-
-
-NAMES = ("none", "block", "selective", "auto")
-
-
-@dataclass(frozen=True)
-class ActivationCheckpointing:
-    """Annotates a ``str``: one of ``NAMES``, or the peak memory of a step, such as ``12GiB``."""
-
-    def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_after_validator_function(self.check, handler(source))
-
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        budget = {"type": "string", "pattern": "^[0-9.]+ ?[KMGTkmgt]?i?[Bb]$", "examples": ["12GiB"]}
-        return {"anyOf": [{"enum": list(NAMES)}, budget]}
-
-    def check(self, text: str) -> str:
-        """Return ``text``. Raises UsageError with a remedy."""
-        if text in NAMES:
-            return text
-        if not any(each.isdigit() for each in text):
-            close = get_close_matches(text[:100].lower(), NAMES, n=1, cutoff=0.5)
-            remedy = f"did you mean {close[0]}?" if close else "block checkpoints each block"
-            raise UsageError(f"must be one of {', '.join(NAMES)}, or a peak such as 12GiB", remedy=remedy)
-        parse_bytes(text)
-        return text
 
 
 class _Generator(GenerateJsonSchema):

@@ -218,18 +218,17 @@ class Part(Section):
     @classmethod
     def _keys_beside(cls, use: object) -> tuple[str, ...]:
         """Return the arguments of a row that a recipe may write beside ``use``."""
-        names = next(each.names for each in cls.model_fields["use"].metadata if isinstance(each, ShortName))
-        row = names.get(use) if isinstance(names, Mapping) and isinstance(use, str) else None
+        row = cls._rows().get(use) if isinstance(use, str) else None
         return () if row is None else tuple(key for key in row.keys if key not in cls.model_fields)
+
+    @classmethod
+    def _rows(cls) -> Mapping[str, Row]:
+        names = next(each.names for each in cls.model_fields["use"].metadata if isinstance(each, ShortName))
+        return names if isinstance(names, Mapping) else {}
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         mapping = handler.resolve_ref_schema(handler(core_schema))
-        names = next(each.names for each in cls.model_fields["use"].metadata if isinstance(each, ShortName))
-        rows = names.values() if isinstance(names, Mapping) else ()
-        for key in dict.fromkeys(key for row in rows for key in row.keys):
+        for key in dict.fromkeys(key for row in cls._rows().values() for key in row.keys):
             mapping["properties"].setdefault(key, {"description": f"The same as args.{key}."})
-        return {
-            "anyOf": [mapping["properties"]["use"], mapping],
-            "description": mapping.get("description", ""),
-        }
+        return {"anyOf": [mapping["properties"]["use"], mapping], "description": mapping.get("description", "")}
