@@ -135,24 +135,21 @@ def test_a_forked_child_can_do_nothing_to_it(tmp_path: Path) -> None:
     assert (content(tmp_path)["step"], content(tmp_path)["excused"]) == (417, False)
 
 
-def die(run: Path, step: int, *, asked_to_stop: bool = False) -> int:
-    """A process that is killed in ``step``, after a signal that asks it to stop or out of the blue; its pid."""
-    code = """
-import os, signal, sys
-from pathlib import Path
-from trainwright.runs.lock import RunLock
-lock = RunLock.acquire(Path(sys.argv[1]))
-signal.signal(signal.SIGTERM, lambda number, frame: lock.excuse())
-lock.beat(int(sys.argv[2]) - 1)
-for number in sys.argv[3:]:
-    os.kill(os.getpid(), int(number))
-lock.beat(int(sys.argv[2]))
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-    asked = [str(int(signal.SIGTERM))] if asked_to_stop else []
-    died = subprocess.Popen([sys.executable, "-c", code, str(run), str(step), *asked])
-    assert died.wait() == -signal.SIGKILL
-    return died.pid
+def die(run: Path, *steps: int, asked_to_stop: bool = False) -> int:
+    """Fork a process that is killed in the last of these steps, perhaps after it was asked to stop. Return its pid."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            lock = RunLock.acquire(run)
+            for step in steps[:-1]:
+                lock.beat(step)
+            if asked_to_stop:
+                lock.excuse()
+            lock.beat(steps[-1])
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return pid
 
 
 def left_in(run: Path) -> tuple[int | None, tuple[int, ...]]:
@@ -165,34 +162,23 @@ def left_in(run: Path) -> tuple[int | None, tuple[int, ...]]:
 
 def test_a_death_after_a_signal_is_none_of_the_step(tmp_path: Path) -> None:
     for _ in range(2):  # a scheduler that kills when its patience is over, as long as a step or a start takes
-        die(tmp_path, 417, asked_to_stop=True)
+        die(tmp_path, 416, 417, asked_to_stop=True)
     assert content(tmp_path)["excused"] is True and content(tmp_path)["step"] == 417
     assert left_in(tmp_path) == (None, ())
     assert content(tmp_path)["excused"] is False, "the excuse is of the process that was asked"
-    first = die(tmp_path, 417)
-    die(tmp_path, 417, asked_to_stop=True)
+    first = die(tmp_path, 416, 417)
+    die(tmp_path, 416, 417, asked_to_stop=True)
     assert left_in(tmp_path) == (417, (first,)), "it neither counts nor lets the others be forgotten"
-    second = die(tmp_path, 417)
+    second = die(tmp_path, 416, 417)
     assert left_in(tmp_path) == (417, (first, second))
-    die(tmp_path, 419, asked_to_stop=True)
+    die(tmp_path, 418, 419, asked_to_stop=True)
     assert left_in(tmp_path) == (None, ()), "it had got past the step"
-
-
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from trainwright.runs.lock import RunLock
-lock = RunLock.acquire(Path(sys.argv[1]))
-for step in sys.argv[2:]:
-    lock.beat(int(step))
-os.kill(os.getpid(), signal.SIGKILL)
-"""
 
 
 def is_loop(run: Path, *deaths: tuple[int, ...]) -> bool:
     """Return True if the next process reports a crash loop after processes were killed in these steps."""
     for steps in deaths:
-        subprocess.run([sys.executable, "-c", KILLED, str(run), *map(str, steps)], check=False)
+        die(run, *steps)
     lock = RunLock.acquire(run)
     lock.release(clean=False)
     return lock.is_loop
@@ -229,7 +215,7 @@ def test_an_error_while_it_starts_is_no_kill(tmp_path: Path) -> None:
 
 
 def test_an_end_that_lies_with_no_step(tmp_path: Path) -> None:
-    first = die(tmp_path, 417)
+    first = die(tmp_path, 416, 417)
     for _ in range(2):
         lock = RunLock.acquire(tmp_path)
         lock.beat(417)
@@ -245,7 +231,7 @@ def test_an_end_that_lies_with_no_step(tmp_path: Path) -> None:
 
 
 def test_a_long_row_keeps_the_last_of_it(tmp_path: Path) -> None:
-    row = tuple(die(tmp_path, 2**40) for _ in range(3))
+    row = tuple(die(tmp_path, 2**40 - 1, 2**40) for _ in range(3))
     assert left_in(tmp_path) == (2**40, row)
     head = json.dumps({**content(tmp_path), "pid": 2**22, "step": 2**40, "dead": [2**22] * 8})
     for _ in range(2):
@@ -314,8 +300,11 @@ def test_what_cannot_be_is_as_if_nothing_were_there(tmp_path: Path, forged: dict
     assert left_in(tmp_path) == (5, (12,))
     (tmp_path / "lock").write_text(json.dumps(SOUND | forged))
     assert left_in(tmp_path) == (None, ())
+
+
+def test_a_holder_that_cannot_be_is_not_named(tmp_path: Path) -> None:
     lock = RunLock.acquire(tmp_path)
-    (tmp_path / "lock").write_text(json.dumps(SOUND | forged))
+    (tmp_path / "lock").write_text(json.dumps(SOUND | {"pid": "1; rm -r /"}))
     assert try_elsewhere(tmp_path).startswith(f"{tmp_path} is being trained by another process\n")
     lock.release(clean=True)
 

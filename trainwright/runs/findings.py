@@ -54,7 +54,6 @@ class FindingsFold:
 
     @property
     def findings(self) -> list[Found]:
-        """The findings as last written, root causes first."""
         return sorted(self._by_code.values(), key=rank)
 
 
@@ -75,11 +74,9 @@ class FindingsWriter:
 
     @property
     def findings(self) -> list[Found]:
-        """The findings so far, root causes first."""
         return sorted(self._by_code.values(), key=rank)
 
     def get(self, code: str) -> Found | None:
-        """Return the finding with this code, if there is one."""
         return self._by_code.get(code)
 
     def update(self, findings: Iterable[Found], step: int) -> None:

@@ -62,7 +62,6 @@ class Catalogue:
         self._templates = [_Template(_pattern(key), line) for key, line in lines.items() if PLACEHOLDER.search(key)]
 
     def text(self, text: str) -> str:
-        """Return a text with each line translated."""
         return "\n".join(map(self.line, text.split("\n")))
 
     def line(self, line: str) -> str:

@@ -125,7 +125,6 @@ class Supervision:
         return tuple(each for each in self.findings if each.severity != "note")
 
     def summary(self) -> str:
-        """Return the numbers in one line."""
         examined = f"{self.samples:,}" if self.size in (None, self.samples) else f"{self.samples:,} of {self.size:,}"
         text = f"{examined} samples, {self.total:,} {self.unit}, {self.fraction_text} carry loss"
         text += f" ({self.masked_by})" if self.masked_by else ""
