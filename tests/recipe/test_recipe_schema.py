@@ -7,60 +7,18 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import yaml
 from pydantic import ValidationError
 
+from tests.recipe.complete import FULL, SMALL
 from trainwright import recipe as room
 from trainwright.errors import RecipeError
 from trainwright.plan.resume_changes import compare_recipes
 from trainwright.recipe import Duration, dump, from_mapping, json_schema, load
-from trainwright.recipe.duration import Unit
 from trainwright.recipe.schema import Optimizer
-
-SMALL: dict[str, Any] = {"model": "gpt", "data": {"train": "python-topics"}}
-FULL: dict[str, Any] = {
-    "name": "gpt-tiny_1.0",
-    "seed": 7,
-    "deterministic": True,
-    "device": "cpu",
-    "precision": "bf16",
-    "until": "2ep",
-    "model": {
-        "use": "my_models.gpt:Gpt.small",
-        "args": {"layers": 4, "text": "1e-3", "odd": ["yes", "010", "~", None, True, 1.5, {"ü": "日本"}]},
-        "freeze": ["*.embed.*"],
-        "activation_checkpointing": "block",
-        "compile": True,
-        "ema": 0.999,
-        "lora": {"rank": 4, "targets": ["*.attn"]},
-    },
-    "data": {
-        "train": {"use": "text-file", "args": {"path": "a: b # c"}},
-        "val": "digits",
-        "workers": 2,
-        "pin_memory": False,
-    },
-    "loss": "language_model",
-    "batch": {"size": 64, "micro": 8, "accumulation": 4},
-    "optimizer": {
-        "use": "sgd",
-        "lr": 1e-5,
-        "weight_decay": 1,
-        "args": {"betas": (0.9, 0.95), "eps": 1e-08},
-        "groups": [{"match": "head.*", "lr": 1e-4}, {"match": "*", "lr_scale": 0.5, "weight_decay": 0}],
-        "clip": {"by": "agc", "at": 0.01},
-        "lr_rule": {"rule": "sqrt", "base_batch": 256},
-    },
-    "schedule": {"use": "wsd", "warmup": "0.1ep", "floor": 0.1},
-    "spikes": {"policy": "off", "factor": 4},
-    "evaluation": {"every": "100steps", "batches": 5, "batch": 64},
-    "checkpoint": {"every": None, "keep": 1},
-    "log": {"every": "1.5min", "sinks": ["tensorboard", "wandb"]},
-    "folder": "my runs/ü",
-}
 
 
 def test_defaults() -> None:
@@ -301,17 +259,6 @@ def test_json_schema_agrees_with_the_check() -> None:
         assert not fits(mapping, schema, schema), mapping
         with pytest.raises(RecipeError):
             from_mapping(mapping)
-
-
-def test_names_point_to_callables_of_ours() -> None:
-    for rows in (room.MODELS, room.DATASETS, room.LOSSES):
-        assert all(re.fullmatch(r"trainwright(\.\w+)+:\w+", row.factory) for row in rows.values())
-    assert get_args(Unit) == ("steps", "ep", "s", "tok", "run", "samples", "USD", "kWh")
-
-
-def test_public_names_exist() -> None:
-    assert sorted(room.__all__) == sorted(set(room.__all__))
-    assert all(hasattr(room, name) for name in room.__all__)
 
 
 @pytest.mark.process

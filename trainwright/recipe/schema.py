@@ -6,6 +6,7 @@ keys raise a RecipeError with paths relative to their section; `load.problems_of
 
 from __future__ import annotations
 
+import math
 import re
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal, TypeAlias
@@ -161,6 +162,19 @@ StageStyle = Literal["first", "block", "last"]
 """The pipeline stage of a module: the first, the last, or, for a block, one of all stages."""
 
 
+def _count_or_auto(value: object) -> object:
+    if value == "auto" or (type(value) is int and 0 < value <= LARGEST_INT):
+        return value
+    raise UsageError("must be a whole number above 0, or auto", remedy="write for example 8, or auto")
+
+
+CountOrAuto = Annotated[
+    int | Literal["auto"],
+    PlainValidator(_count_or_auto),
+    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"const": "auto"}]}),
+]
+
+
 PLANNED = ("shard", "tensor", "pipeline", "context")
 """The axes whose degree the plan chooses if it is ``auto``. The degree of ``replicate`` is derived from the others."""
 
@@ -171,12 +185,12 @@ class Parallel(Section):
     The bare word ``auto`` leaves all degrees to the plan.
     """
 
-    replicate: Literal["auto"] | Count = Field(
+    replicate: CountOrAuto = Field(
         default="auto",
         description="Copies of the model, each trained on its part of every batch; auto: from the number of ranks.",
         examples=[4],
     )
-    shard: Literal["auto"] | Count = Field(
+    shard: CountOrAuto = Field(
         default=1,
         description="Ranks that shard weights, gradients and optimizer state among them (FSDP); auto: the plan "
         "chooses it by memory, communication and links.",
@@ -187,7 +201,7 @@ class Parallel(Section):
         description="What is sharded at all times: 1 the optimizer state and the weights between "
         "steps, 2 also the gradients, 3 also the weights within a step.",
     )
-    tensor: Literal["auto"] | Count = Field(
+    tensor: CountOrAuto = Field(
         default=1,
         description="Ranks that divide each layer among them and have the same samples; auto as with shard.",
         examples=[2],
@@ -200,7 +214,7 @@ class Parallel(Section):
         description="Overlap the communication of divided layers with their matrix products (torch.compile, symmetric "
         "memory). Needs CUDA, sequence and model.compile. Not tested on a device.",
     )
-    context: Literal["auto"] | Count = Field(
+    context: CountOrAuto = Field(
         default=1,
         description="Ranks that each compute a part of every sequence; auto as with shard, for long sequences.",
         examples=[2],
@@ -217,7 +231,7 @@ class Parallel(Section):
         "each pattern of names.",
         examples=[{"blocks.*.up": "column", "blocks.*.down": "row"}],
     )
-    pipeline: Literal["auto"] | Count = Field(
+    pipeline: CountOrAuto = Field(
         default=1,
         description="Ranks that each hold a stage of the model: some of its blocks; auto as with shard.",
         examples=[2],
@@ -345,18 +359,6 @@ ActivationCheckpointing = Annotated[
 """One of the names, or the peak memory of a step, such as ``12GiB``."""
 
 
-def _micro_size(value: object) -> object:
-    if value is None or value == "auto" or (type(value) is int and 0 < value <= LARGEST_INT):
-        return value
-    raise UsageError("must be a whole number above 0, or auto", remedy="write for example 8, or auto")
-
-
-MicroSize = Annotated[
-    int | Literal["auto"] | None,
-    PlainValidator(_micro_size),
-    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"const": "auto"}, {"type": "null"}]}),
-]
-
 DEFAULT_BATCH_SIZE = 32
 
 
@@ -424,7 +426,7 @@ class Model(Part):
         "cheap operators (selective), as the plan chooses (auto), or so that a step peaks below a size (12GiB).",
         examples=["block"],
     )
-    compile: bool | Literal["blocks"] = Field(
+    compile: Literal[False, True, "blocks"] = Field(
         default=False,
         description="Compile with torch.compile: the full model (true), or its repeated blocks (blocks). Equal blocks "
         "are compiled once, so a deep model starts sooner.",
@@ -496,7 +498,7 @@ class Batch(Section):
     size: Count | None = Field(
         default=None, description="Samples per optimizer step, over all ranks.", examples=[DEFAULT_BATCH_SIZE]
     )
-    micro: MicroSize = Field(
+    micro: CountOrAuto | None = Field(
         default=None,
         description="Samples per forward pass on one rank; auto: the plan chooses what fits the device.",
         examples=[8],
@@ -782,6 +784,21 @@ def _folder_path(path: str) -> str:
     return path
 
 
+def _grid(value: object) -> str | float:
+    if isinstance(value, str):
+        grams_per_kwh(value)  # raises for a country that is not in the table
+        return value
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf:
+        return float(value)
+    raise UsageError("must be a country, or grams of CO2 for a kWh", remedy="write for example DE, or 380")
+
+
+Grid = Annotated[
+    str | float,
+    PlainValidator(_grid),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "number", "minimum": 0}]}),
+]
+
 NAME_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,99}$"
 
 
@@ -816,7 +833,7 @@ class Recipe(Section):
     fp8: Fp8 | None = Field(
         default=None, description="Settings of precision: fp8 and mxfp8.", examples=[{"scales": "tensorwise"}]
     )
-    graphs: bool | Literal["auto"] = Field(
+    graphs: Literal[False, True, "auto"] = Field(
         default=False,
         description="Capture the steps of one GPU in CUDA graphs, so that the host launches each step at once. auto: "
         "only if the host takes the time of the step, which is measured.",
@@ -829,7 +846,7 @@ class Recipe(Section):
     price: float | None = Field(
         default=None, gt=0, description="US dollars for an hour of one device. null: the table of devices."
     )
-    grid: str | Annotated[float, Field(ge=0)] | None = Field(
+    grid: Grid | None = Field(
         default=None,
         description="The electricity grid, for the CO2 of the GPUs: a country such as DE, or grams of CO2 for a kWh. "
         "null: CO2 is not reported.",
@@ -862,12 +879,6 @@ class Recipe(Section):
     folder: Annotated[str, AfterValidator(_folder_path)] = Field(
         default="runs", description="The folder in which run folders are made."
     )
-
-    @field_validator("grid")
-    @classmethod
-    def _known_grid(cls, value: str | float | None) -> str | float | None:
-        grams_per_kwh(value or 0.0)
-        return value
 
     @field_validator("until")
     @classmethod
