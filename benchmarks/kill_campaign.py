@@ -152,10 +152,15 @@ def train_undisturbed(place: Place, steps: int) -> Reference:
     assert sorted(by_step) == list(range(1, steps + 1)), f"saved were {sorted(by_step)}"
     seen = reader.read(run / "log.jsonl").records
     validated = {record.step: record.loss for record in seen if isinstance(record, Evaluated)}
-    trained = reader.steps(seen)
+    trained = trained_steps(run)
     reference = Reference(by_step, trained, validated, best(run), seen[-1].time_s - trained[0].time_s)
     shutil.rmtree(run)
     return reference
+
+
+def trained_steps(run: Path) -> list[Step]:
+    """Returns the steps that led to the present state of a run, each once."""
+    return [each for each in reader.read_course(run / "log.jsonl") if isinstance(each, Step)]
 
 
 def inspect(run: Path, reference: Reference) -> Counts:
@@ -181,7 +186,7 @@ def inspect(run: Path, reference: Reference) -> Counts:
 def compare(run: Path, reference: Reference) -> Counts:
     """Compares the log and the last checkpoint of a completed run with the reference."""
     found = Counts(runs=1)
-    mine = {step.step: step for step in reader.steps(reader.read(run / "log.jsonl").records)}
+    mine = {step.step: step for step in trained_steps(run)}
     theirs = {step.step: step for step in reference.steps}
     found.steps_missing = len(theirs.keys() ^ mine.keys())
     found.losses_differing = sum(
@@ -283,7 +288,7 @@ class Campaign:
         found = inspect(run, self.reference)
         found.kills, found.kills_in_start, found.kills_in_save = 1, int(phase == "start"), int(unfinished > 0)
         paths = committed(run)
-        trained = reader.steps(reader.read(run / "log.jsonl").records) if phase == "training" else []
+        trained = trained_steps(run) if phase == "training" else []
         found.steps_redone = max(0, trained[-1].step - (step_of(paths[0]) if paths else 0)) if trained else 0
         found.most_redone = found.steps_redone
         self._tell(run, found, phase=phase, newest=paths[0].name if paths else None)

@@ -267,10 +267,10 @@ def test_a_disk_without_room_is_told_before_anything_is_written(
     saving.close()
     usage = type("usage", (), {"free": 1000})
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
-    later = saving_in(tmp_path, heard)
+    later = saving_in(tmp_path, heard, retention=Retention(newest=1))
     later(state_at(2))
     later.close()
-    assert [step_of(path) for path in checkpoints(tmp_path)] == [1]
+    assert [step_of(path) for path in checkpoints(tmp_path)] == [1], "the only one is not deleted for the next"
     assert len(heard.said) == 1 and "MB left" in heard.said[0] and "older checkpoints are intact" in heard.said[0]
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
@@ -294,20 +294,6 @@ def test_a_disk_with_little_room_deletes_what_the_save_replaces_before_it(
     saving.close()
     assert heard.saved_steps == ([1, 2] if best else [1, 2, 3, 4])
     assert [step_of(path) for path in checkpoints(tmp_path)] == left
-
-
-def test_the_only_checkpoint_is_never_deleted_for_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    heard = Heard()
-    saving = saving_in(tmp_path, heard, retention=Retention(newest=1))
-    usage = type("usage", (), {"free": 1000})
-    saving(state_at(1))
-    saving.due(state_at(1))
-    saving.close()
-    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
-    later = saving_in(tmp_path, heard, retention=Retention(newest=1))
-    later(state_at(2))
-    later.close()
-    assert heard.saved_steps == [1] and [step_of(path) for path in checkpoints(tmp_path)] == [1]
 
 
 def test_where_no_copy_can_be_made_training_waits_and_it_is_said_once(tmp_path: Path) -> None:

@@ -215,14 +215,10 @@ SAVING = "SIGTERM: saving at the end of this step"
 
 
 @pytest.mark.process
-def test_without_a_grace_nothing_is_said_of_time() -> None:
-    assert said_by_a_run(grace=None, wait_for="SIGTERM", saving_s="5") == [f"{SAVING}; a second signal quits at once"]
-
-
-@pytest.mark.process
-def test_a_step_that_ends_in_time() -> None:
-    said = said_by_a_run(grace="600", wait_for="SIGTERM", saving_s="5")
-    assert said == [f"{SAVING} (600 s are left); a second signal quits at once"]
+@pytest.mark.parametrize(("grace", "left"), [(None, ""), ("600", " (600 s are left)")])
+def test_a_step_that_ends_in_time(grace: str | None, left: str) -> None:
+    said = said_by_a_run(grace=grace, wait_for="SIGTERM", saving_s="5")
+    assert said == [f"{SAVING}{left}; a second signal quits at once"]
 
 
 @pytest.mark.process

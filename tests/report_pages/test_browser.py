@@ -137,7 +137,7 @@ def test_many_tabs_of_one_browser(browser: Browser, tmp_path: Path) -> None:
     first, tabs = browser.tab, list[str]()
     with site_of(tmp_path) as site:
         browser.open(site.url)
-        for _ in range(8):
+        for _ in range(7):
             tabs.append(browser.new_tab())
             browser.open(f"http://127.0.0.1:{site.port}/view?run=run")
             browser.until(LIVE)
@@ -159,7 +159,7 @@ def test_many_windows_that_are_all_seen(browser: Browser, tmp_path: Path) -> Non
     with site_of(tmp_path) as site:
         browser.open(site.url)
         browser.open("about:blank")
-        for _ in range(7):
+        for _ in range(5):
             windows.append(browser.new_tab(window=True))
             browser.open(f"http://127.0.0.1:{site.port}/view?run=run")
             browser.until(LIVE)

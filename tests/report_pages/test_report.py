@@ -22,7 +22,7 @@ from trainwright.report.pages.view import RunView
 from trainwright.runs.folder import RunFolder
 from trainwright.runs.lock import RunLock
 from trainwright.runs.records import Logged, NotSaved, Quarantined, Saved, Skipped, Telemetry, to_json
-from trainwright.runs.supervision import DecodedSample, LossShare, MarkedText, Supervision, SupervisionFinding
+from trainwright.runs.supervision import DecodedSample, LossCount, MarkedText, Supervision, SupervisionFinding
 
 
 def page_of(folder: RunFolder) -> Page:
@@ -38,7 +38,7 @@ def test_a_report_shows_what_carries_loss(tmp_path: Path) -> None:
     )
     audit = Supervision(
         *("train", "tokens", "train_on: assistant", 3, 3, 1, 1000, 250),
-        roles=(LossShare("user", 700, 0), LossShare("assistant", 300, 250)),
+        roles=(LossCount("user", 700, 0), LossCount("assistant", 300, 250)),
         findings=(finding,),
         decoded=(sample,),
     )

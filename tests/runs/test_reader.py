@@ -11,8 +11,8 @@ import pytest
 
 from trainwright.errors import UsageError
 from trainwright.runs import reader
-from trainwright.runs.reader import MAX_LINES_KEPT, read, read_course, read_newest, steps
-from trainwright.runs.records import Ended, Evaluated, Examined, Record, Saved, Started, Step, Unknown, Watched, to_json
+from trainwright.runs.reader import MAX_LINES_KEPT, read, read_course, read_newest
+from trainwright.runs.records import Ended, Evaluated, Examined, Record, Started, Step, Unknown, Watched, to_json
 
 
 def started(step: int) -> Started:
@@ -56,24 +56,11 @@ def test_an_empty_log_holds_nothing(tmp_path: Path) -> None:
     assert read(tmp_path / "log.jsonl").records == ()
 
 
-def test_steps_keeps_the_last_of_each_in_order() -> None:
-    records: list[Record] = [
-        started(0),
-        *(step(n) for n in (1, 2, 3, 4)),
-        started(2),
-        step(3, 9.0),
-        step(4, 9.0),
-    ]
-    assert [(s.step, s.loss) for s in steps(records)] == [(1, 1.0), (2, 1.0), (3, 9.0), (4, 9.0)]
-
-
-def test_steps_leaves_out_a_past_that_was_given_up() -> None:
-    records: list[Record] = [started(0), *(step(n) for n in (1, 2, 3, 4)), started(1), step(2, 9.0)]
-    assert [(s.step, s.loss) for s in steps(records)] == [(1, 1.0), (2, 9.0)]
-
-
-def test_saved_is_not_a_step() -> None:
-    assert steps([Saved(time_s=0.0, step=1, path="", bytes=0, seconds=0.0)]) == []
+def test_the_course_has_the_last_record_of_each_step_and_no_past_that_was_given_up(tmp_path: Path) -> None:
+    records: list[Record] = [started(0), *(step(n) for n in (1, 2, 3, 4)), started(2), step(3, 9.0)]
+    (tmp_path / "log.jsonl").write_text("".join(f"{to_json(each)}\n" for each in records))
+    course = [each for each in read_course(tmp_path / "log.jsonl") if isinstance(each, Step)]
+    assert [(each.step, each.loss) for each in course] == [(1, 1.0), (2, 1.0), (3, 9.0)]
 
 
 def watched(number: int) -> Watched:

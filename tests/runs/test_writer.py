@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +22,12 @@ from trainwright.runs.records import Saved, Step
 from trainwright.runs.writer import LogWriter
 
 
+def step(number: int, loss: float, ids_hash: str) -> Step:
+    floats: dict[str, Any] = dict.fromkeys(("time_s", "grad_norm", "lr", "weight", "step_s", "wait_s"), 0.0)
+    counts: dict[str, Any] = dict.fromkeys(("samples", "tokens", "skipped", "mem_bytes"), 0)
+    return Step(step=number, loss=loss, ids_hash=ids_hash, **floats, **counts)
+
+
 def saved(step: int, path: str = "checkpoints/x") -> Saved:
     return Saved(time_s=0.0, step=step, path=path, bytes=1, seconds=0.0)
 
@@ -30,16 +36,10 @@ def test_appends_across_openings(tmp_path: Path) -> None:
     for step in (1, 2):
         writer = LogWriter(tmp_path / "log.jsonl")
         writer.write(saved(step))
+        assert read(tmp_path / "log.jsonl").records[-1] == saved(step), "it is on disk when write returns"
         writer.close()
         writer.close()
     assert read(tmp_path / "log.jsonl").records == (saved(1), saved(2))
-
-
-def test_a_record_is_on_disk_when_write_returns(tmp_path: Path) -> None:
-    writer = LogWriter(tmp_path / "log.jsonl")
-    writer.write(saved(1))
-    assert read(tmp_path / "log.jsonl").records == (saved(1),)
-    writer.close()
 
 
 def test_a_torn_last_line_is_closed_before_the_next_record(tmp_path: Path) -> None:
@@ -71,36 +71,31 @@ def test_a_last_line_that_only_lacks_its_newline_is_kept(tmp_path: Path) -> None
     assert (after.records, after.broken_lines) == ((saved(1), saved(2)), 0)
 
 
-# The parent learns over the pipe what write() has returned from: this much must be in the log.
-WRITE_FOREVER = """
-import os, sys
-from trainwright.runs.records import Step
-from trainwright.runs.writer import LogWriter
-writer = LogWriter(sys.argv[1])
-step = 0
-while True:
-    step += 1
-    loss = float("nan") if step % 3 else 1.0
-    writer.write(Step(time_s=0.0, step=step, loss=loss, grad_norm=1.0, lr=1e-3, weight=1.0, samples=1,
-        tokens=1, step_s=0.0, wait_s=0.0, skipped=0, mem_bytes=0, ids_hash="x" * (step * 977 % 20000)))
-    os.write(1, step.to_bytes(8, "little"))
-"""
+def write_forever(log: Path, returned: int) -> None:
+    """Write steps, and to the pipe ``returned`` the number of each step that was written."""
+    writer = LogWriter(log)
+    for number in count(1):
+        writer.write(step(number, loss=math.nan if number % 3 else 1.0, ids_hash="x" * (number * 977 % 20_000)))
+        os.write(returned, number.to_bytes(8, "little"))
 
 
 def kill_while_writing(log: Path, after_s: float) -> int:
-    """Kill a process in the middle of its writing; what it was told was written."""
-    child = subprocess.Popen([sys.executable, "-c", WRITE_FOREVER, str(log)], stdout=subprocess.PIPE)
-    assert child.stdout is not None
-    told = os.read(child.stdout.fileno(), 8)  # it is writing now
+    """Kill a process while it writes. Return the number of steps that it has written."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        write_forever(log, writing)
+    os.close(writing)
+    written = os.read(reading, 8)  # it is writing now
     deadline_s = time.monotonic() + after_s
-    os.set_blocking(child.stdout.fileno(), False)
     while time.monotonic() < deadline_s:
-        told += child.stdout.read() or b""
-    child.send_signal(signal.SIGKILL)
-    child.wait()
-    told += child.stdout.read() or b""
-    child.stdout.close()
-    return int.from_bytes(told[-8:], "little")
+        written = os.read(reading, 2**16)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    while rest := os.read(reading, 2**16):
+        written = rest
+    os.close(reading)
+    return int.from_bytes(written[-8:], "little")
 
 
 @pytest.mark.process
@@ -120,14 +115,6 @@ def test_a_kill_at_any_instant_costs_at_most_the_line_being_written(tmp_path: Pa
         assert read(log).records[-1] == saved(1)
 
 
-def test_a_full_device_is_a_storage_error() -> None:
-    writer = LogWriter("/dev/full")
-    with pytest.raises(StorageError, match="cannot write /dev/full: the disk is full") as caught:
-        writer.write(saved(1))
-    assert "free space" in caught.value.remedy
-    writer.close()
-
-
 @pytest.fixture
 def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     """A real disk of 64 KiB."""
@@ -140,7 +127,7 @@ def test_a_disk_that_fills_up_loses_only_what_does_not_fit(tiny_disk: Path) -> N
     ballast = tiny_disk / "ballast"
     ballast.write_bytes(b"0" * 4096)
     written = 0
-    with pytest.raises(StorageError, match="the disk is full"):
+    with pytest.raises(StorageError, match=r"the disk is full(.|\n)*free space"):
         for step in range(1, 1000):
             writer.write(saved(step, path="p" * 1000))
             written = step
@@ -176,23 +163,6 @@ def test_a_renamed_folder_keeps_its_log(tmp_path: Path) -> None:
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="does not exist"):
         LogWriter(tmp_path / "gone" / "log.jsonl")
-
-
-@pytest.mark.process
-def test_a_folder_without_permission() -> None:
-    code = (
-        "import os, sys\n"
-        "from trainwright.errors import StorageError\n"
-        "from trainwright.runs.writer import LogWriter\n"
-        "os.geteuid() or os.setuid(65534)\n"  # root may write anywhere: become nobody
-        "try: LogWriter(sys.argv[1])\n"
-        "except StorageError as error: print(error)\n"
-    )
-    with tempfile.TemporaryDirectory() as folder:  # not tmp_path: that one is closed to nobody further up
-        Path(folder).chmod(0o555)
-        log = str(Path(folder) / "log.jsonl")
-        said = subprocess.run([sys.executable, "-c", code, log], capture_output=True, text=True, check=False)
-    assert "permission denied" in said.stdout, said.stderr
 
 
 def test_a_close_that_fails_says_so_once(tmp_path: Path) -> None:

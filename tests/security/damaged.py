@@ -30,7 +30,7 @@ from trainwright.runs.records import (
     Unexamined,
     to_json,
 )
-from trainwright.runs.supervision import DecodedSample, LossShare, MarkedText, Supervision, SupervisionFinding
+from trainwright.runs.supervision import DecodedSample, LossCount, MarkedText, Supervision, SupervisionFinding
 
 
 def make_whole_run(root: Path) -> Path:
@@ -72,7 +72,7 @@ def make_whole_run(root: Path) -> Path:
         ece=0.1,
     )
     folder.write_json("errors.json", bad.to_json())
-    shares = (LossShare("user", 5, 0), LossShare("assistant", 5, 4))
+    shares = (LossCount("user", 5, 0), LossCount("assistant", 5, 4))
     finding = SupervisionFinding("empty_answer", "warning", "1 of 3 has an empty answer", "fill it in", 1, "a:2")
     sample = DecodedSample("a:1", (MarkedText("hello", False), MarkedText("you", True)))
     audit = Supervision(

@@ -33,7 +33,7 @@ from trainwright.finetune.signs import (
 from trainwright.finetune.similarity import near_pairs
 from trainwright.runs.supervision import (
     DecodedSample,
-    LossShare,
+    LossCount,
     MarkedText,
     Supervision,
     SupervisionFinding,
@@ -159,8 +159,8 @@ def audit_set(
     kept = np.flatnonzero(rows["kept"] == 1)
     roles, turns, largest = _count_tokens(dataset, numbers[kept])
     findings += [*_beyond_the_model(dataset, rows, kept, limits, largest), *_other_end(dataset, rows, kept, limits)]
-    by_role = [LossShare(_ROLE_NAMES[code], *map(int, roles[code])) for code in np.flatnonzero(roles[:, 0]).tolist()]
-    by_turn = [LossShare(f"answer {at + 1}", *map(int, each)) for at, each in enumerate(turns) if each[0]]
+    by_role = [LossCount(_ROLE_NAMES[code], *map(int, roles[code])) for code in np.flatnonzero(roles[:, 0]).tolist()]
+    by_turn = [LossCount(f"answer {at + 1}", *map(int, each)) for at, each in enumerate(turns) if each[0]]
     left_out = np.unique(np.stack([rows["file"], rows["line"]], 1)[rows["kept"] == 0], axis=0)
     return Supervision(
         name,

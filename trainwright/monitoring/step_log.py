@@ -39,8 +39,8 @@ _Brief: TypeAlias = tuple[Ids, float, float, float]
 class StepLog:
     """An observer. For a step that is not due it keeps the sample ids and the times, without a host sync.
 
-    A due step reads loss, gradient norm and skipped updates, with one host sync on a GPU. ``step_s`` and ``wait_s`` of
-    a record are means over the steps since the last record, and ``ids_hash`` covers all their sample ids. The last step
+    A due step reads loss, gradient norm and skipped updates, and so waits for the GPU. ``step_s`` and ``wait_s`` of a
+    record are means over the steps since the last record, and ``ids_hash`` covers all their sample ids. The last step
     is always recorded. ``by_the_clock``: the length of the run is in seconds.
     """
 

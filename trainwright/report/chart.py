@@ -65,7 +65,7 @@ class Axis:
             room = abs(high) * 0.1 if abs(high) > 1e-240 else 1.0
         return cls(low - room, high + room)
 
-    def share(self, value: float) -> float | None:
+    def position(self, value: float) -> float | None:
         """Return the position of ``value``: 0 at ``low``, 1 at ``high``; None if it has no position (NaN, log of 0)."""
         if not _can_be_shown(value, self.log):
             return None
@@ -198,10 +198,10 @@ def line_chart_text(
 
 def _arrow(mark: Mark, axis: Axis, columns: int) -> str:
     """Return an arrow at the position of ``mark`` with its label, on the side that has room."""
-    share = axis.share(mark.value)
-    if share is None:
+    at = axis.position(mark.value)
+    if at is None:
         return ""
-    place = round(share * (columns - 1))
+    place = round(at * (columns - 1))
     if place + len(mark.label) + 2 <= columns:
         return " " * place + f"↑ {mark.label}"
     return f"{mark.label} ↑".rjust(place + 1)
@@ -215,7 +215,7 @@ def _axes(
         (x, y)
         for one in series
         for x, y in zip(one.x, one.y, strict=True)
-        if everything[0].share(x) is not None and everything[1].share(y) is not None
+        if everything[0].position(x) is not None and everything[1].position(y) is not None
     ]
     xs = [x for x, _ in points] + [mark.value for mark in marks if mark.axis == "x"]
     ys = [y for _, y in points] + [mark.value for mark in marks if mark.axis == "y"]
@@ -226,7 +226,7 @@ def _runs(one: Series, x_axis: Axis, y_axis: Axis) -> Iterator[list[Point]]:
     """Yield the parts of a series between gaps. Coordinates are fractions of the axes."""
     run: list[Point] = []
     for x_value, y_value in zip(one.x, one.y, strict=True):
-        x, y = x_axis.share(x_value), y_axis.share(y_value)
+        x, y = x_axis.position(x_value), y_axis.position(y_value)
         if x is not None and y is not None:
             run.append((x, y))
         elif run:
@@ -252,11 +252,11 @@ def _thin(points: Iterable[Point]) -> Iterator[Point]:
 def _grid(x_axis: Axis, y_axis: Axis) -> Iterator[str]:
     line = f'<line x1="{{:.1f}}" y1="{{:.1f}}" x2="{{:.1f}}" y2="{{:.1f}}" stroke="{INK}" stroke-opacity="{{}}"/>'
     for value in x_axis.ticks():
-        x, _ = _place((x_axis.share(value) or 0.0, 0.0))
+        x, _ = _place((x_axis.position(value) or 0.0, 0.0))
         yield line.format(x, _TOP, x, _BOTTOM, 0.25)
         yield text(x, _BOTTOM + 18, x_axis.label(value), 'text-anchor="middle"')
     for value in y_axis.ticks():
-        _, y = _place((0.0, y_axis.share(value) or 0.0))
+        _, y = _place((0.0, y_axis.position(value) or 0.0))
         yield line.format(_LEFT, y, _RIGHT, y, 0.25)
         yield text(_LEFT - 8, y + 4, y_axis.label(value), 'text-anchor="end"')
     yield line.format(_LEFT, _BOTTOM, _RIGHT, _BOTTOM, 1)
@@ -264,15 +264,15 @@ def _grid(x_axis: Axis, y_axis: Axis) -> Iterator[str]:
 
 
 def _mark(mark: Mark, x_axis: Axis, y_axis: Axis) -> Iterator[str]:
-    share = (x_axis if mark.axis == "x" else y_axis).share(mark.value)
-    if share is None:
+    at = (x_axis if mark.axis == "x" else y_axis).position(mark.value)
+    if at is None:
         return
-    (x1, y1), (x2, y2) = [_place((share, end) if mark.axis == "x" else (end, share)) for end in (0.0, 1.0)]
+    (x1, y1), (x2, y2) = [_place((at, end) if mark.axis == "x" else (end, at)) for end in (0.0, 1.0)]
     yield (
         f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{INK}" stroke-width="1.5" '
         'stroke-dasharray="5 4"/>'
     )
-    if mark.axis == "x" and share > 0.8:  # the label goes to the side that has room
+    if mark.axis == "x" and at > 0.8:  # the label goes to the side that has room
         yield text(x2 - 5, y2 + 12, mark.label, 'text-anchor="end"')
     elif mark.axis == "x":
         yield text(x2 + 5, y2 + 12, mark.label)
@@ -399,13 +399,13 @@ def _positions(each: Coordinate) -> tuple[list[float], list[tuple[float, str]]]:
         return [heights[str(value)] for value in each.values], [(y, name[:24]) for name, y in heights.items()]
     numbers = [float(value) if isinstance(value, int | float) else math.nan for value in each.values]
     axis = Axis.around(numbers, log=each.is_log)
-    heights_of = [_y(axis.share(number) or 0.0) for number in numbers]
+    heights_of = [_y(axis.position(number) or 0.0) for number in numbers]
     return heights_of, list(_ticks(axis))
 
 
 def _ticks(axis: Axis) -> Iterator[tuple[float, str]]:
     for value in axis.ticks(6):
-        yield _y(axis.share(value) or 0.0), axis.label(value, 3)
+        yield _y(axis.position(value) or 0.0), axis.label(value, 3)
 
 
 def _color(fraction: float) -> str:

@@ -96,21 +96,16 @@ class VerdictFacts:
     """The inputs of a verdict.
 
     Args:
-        state: The state of the run (``runs/reader.py``).
-        reason: The reason why it ended.
+        state: The state of the run (``state_of`` in ``runs/reader.py``).
         step: Completed steps, of ``planned_steps``.
         losses: Training losses by step. In a long run they may be means over spans of steps.
         is_one_objective: The training loss is one function of the weights and of a fixed data set, so that the first
             losses and the last ones can be compared. False for adversarial training, policies and streams.
-        chance: The loss of a uniform guess among all classes.
-        evaluations: Evaluations in their order.
-        findings: The findings of the doctor.
+        chance: The loss of a uniform guess among all classes; None if the targets are no classes.
         data_warnings: Names of the warnings of the supervision audit.
-        skipped: Number of skipped updates.
         examined: False if the doctor did not examine the run.
         saved: False if the last state could not be saved.
         troubles: Further problems, which are appended to the sentence.
-        references: Reference losses, by name.
     """
 
     state: str
@@ -408,7 +403,7 @@ def _learned_nothing(facts: VerdictFacts) -> str | None:
 
 
 def _is_learned_nothing(found: Found) -> bool:
-    """Return True if the finding, or one of its consequences, is that nothing is learned."""
+    """Return True if the finding, or one of its consequences, is that the loss is no better than a constant."""
     return LEARNED_NOTHING_CODE in {found.code, *(each.partition(":")[0] for each in found.consequences)}
 
 

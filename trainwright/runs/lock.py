@@ -75,10 +75,9 @@ class DeathsInStep(NamedTuple):
 class RunLock:
     """The lock that the training process holds from ``acquire`` to ``release``; forked children do not hold it.
 
-    ``died_in_step`` is the step in which the previous holder died (or failed), None when it ended well. ``dead`` are
-    the pids of the processes that died in this step in a row, the newest last (at most 8). ``is_loop`` is True if it
-    cannot be chance that they died in the same step. ``exclusive`` is False if the file system has no locks: then
-    nothing prevents a second process.
+    ``died_in_step`` is the step in which the processes ``dead`` (pids, the newest last, at most 8) died or failed in a
+    row; None if the run has got past it, or ended well. ``is_loop`` is True if it cannot be chance that they died in
+    the same step. ``exclusive`` is False if the file system has no locks: then nothing prevents a second process.
     """
 
     def __init__(self, fd: int, before: Holder | None, *, exclusive: bool) -> None:

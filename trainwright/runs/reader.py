@@ -42,10 +42,8 @@ MAX_LINES_OF_ANY_KIND = 2**17
 class LogContents:
     """The content of a log. ``broken_lines`` counts the lines that hold no record, except an incomplete last one.
 
-    A line longer than ``files.MAX_LINE_BYTES`` is broken, and what follows it is not read.
-
-    ``torn``: the last line was cut off (a kill, a full disk). ``unknown`` counts the records of kinds that only another
-    version supports.
+    A line longer than ``files.MAX_LINE_BYTES`` is broken, and what follows it is not read. ``torn``: the last line was
+    cut off (a kill, a full disk). ``unknown`` counts the records of kinds that only another version supports.
     """
 
     records: tuple[Record, ...]
@@ -76,7 +74,7 @@ def decode_lines(lines: Iterable[bytes]) -> LogContents:
 
 
 def read_newest(path: Path | str, kinds: tuple[type[Record], ...]) -> LogContents:
-    """Read the records of these ``kinds`` that the newest process wrote. In long runs not every step is kept.
+    """Read the records of these ``kinds`` that the newest process wrote, and its start. In long runs steps are thinned.
 
     For a log of any length, only about ``MAX_LINES_KEPT`` lines are held in memory: lines of other kinds are left out,
     steps are thinned while reading, and the remaining lines are decoded at the end. Lines without a record, or with an
@@ -230,21 +228,6 @@ def _without_half(items: list[T], is_step: Callable[[T], bool]) -> list[T]:
         for index, each in enumerate(items)
         if index < FIRST_RECORDS_KEPT or index >= half or index % 2 or not is_step(each)
     ]
-
-
-def steps(records: Iterable[Record]) -> list[Step]:
-    """Return the steps that led to the run's present state, in order, each step once.
-
-    A resume repeats the steps after its checkpoint: the last record of a step counts. Steps after the resume point
-    that were not trained again do not belong to the present state, and are left out.
-    """
-    by_step: dict[int, Step] = {}
-    for record in records:
-        if isinstance(record, Started):
-            by_step = {number: step for number, step in by_step.items() if number <= record.step}
-        elif isinstance(record, Step):
-            by_step[record.step] = record
-    return [by_step[number] for number in sorted(by_step)]
 
 
 def _open(path: Path) -> BinaryIO:

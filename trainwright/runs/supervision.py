@@ -21,7 +21,7 @@ Severity = Literal["error", "warning", "note"]
 
 
 @dataclass(frozen=True)
-class LossShare:
+class LossCount:
     """Number of tokens of a role or of an answer, and how many of them contribute to the loss."""
 
     name: str
@@ -83,12 +83,9 @@ class Supervision:
         left_out: Number of records that are not used for training.
         total: Number of units in the examined samples, without padding.
         supervised: Number of these units that contribute to the loss.
-        padding: Number of padding units besides ``total``.
         longest: Number of units in the longest sample.
-        roles: Counts by role.
         turns: Counts by number of the answer in its conversation.
         findings: Problems, the most severe first.
-        decoded: A few samples as text.
     """
 
     data: str
@@ -101,8 +98,8 @@ class Supervision:
     supervised: int
     padding: int = 0
     longest: int = 0
-    roles: tuple[LossShare, ...] = ()
-    turns: tuple[LossShare, ...] = ()
+    roles: tuple[LossCount, ...] = ()
+    turns: tuple[LossCount, ...] = ()
     findings: tuple[SupervisionFinding, ...] = ()
     decoded: tuple[DecodedSample, ...] = ()
 
@@ -134,8 +131,8 @@ class Supervision:
     def lines(self) -> list[str]:
         """Return the report as text, with decoded samples of a training set."""
         found = _wrap("supervision: " if self.data == "train" else f"supervision of {self.data}: ", self.summary())
-        if shares := self.shares():
-            found += _wrap("  ", shares)
+        if counts := self.counts_text():
+            found += _wrap("  ", counts)
         for each in self.findings[:MAX_FINDINGS_PRINTED]:
             found += _wrap(f"  {each.severity}: ", each.message)
             found += _wrap("    remedy: ", each.remedy)
@@ -143,10 +140,10 @@ class Supervision:
             found += _wrap(f"  {sample.place}: ", sample.line())
         return found
 
-    def shares(self) -> str:
+    def counts_text(self) -> str:
         """Return the supervised fractions by role and by answer as text; "" if they are unknown."""
         groups = self.roles, self.turns if len(self.turns) > 1 else ()
-        return "; ".join(", ".join(map(_share_text, each)) for each in groups if each)
+        return "; ".join(", ".join(map(_count_text, each)) for each in groups if each)
 
 
 def percent(fraction: float) -> str:
@@ -165,8 +162,8 @@ def read_supervision(path: Path) -> tuple[Supervision, ...]:
         raise UnreadableFile(path, f"{error.error_count()} values have an unexpected type") from None
 
 
-def _share_text(share: LossShare) -> str:
-    return f"{share.name}: {share.fraction_text} of {share.tokens:,}"
+def _count_text(count: LossCount) -> str:
+    return f"{count.name}: {count.fraction_text} of {count.tokens:,}"
 
 
 def _wrap(head: str, text: str) -> list[str]:

@@ -133,7 +133,7 @@ def supervised(audits: Sequence[Supervision]) -> Iterator[Verdict]:
     for audit in audits:
         what = "supervision" if audit.data == "train" else f"supervision of {audit.data}"
         if audit.refusal is None:
-            yield Verdict("ok", what, "; ".join(filter(None, [audit.summary(), audit.shares()])))
+            yield Verdict("ok", what, "; ".join(filter(None, [audit.summary(), audit.counts_text()])))
         for finding in audit.findings:
             code = CODES.get(finding.name, "")
             yield Verdict(WORDS[finding.severity], what, finding.message, finding.remedy, code)

@@ -106,7 +106,7 @@ class IncrementalLog:
     ``advance`` reads on. While a long log is being read, ``rows`` also have samples of its unread part, so that they
     span the run at once, and an end of the run in its last lines is known. A log that was replaced or truncated is read
     again from its start, under another ``name``.
-    Steps that a resume went back over are dropped, as in ``runs.reader.steps``. ``sessions`` are the times (Unix) of
+    Steps that a resume went back over are dropped. ``sessions`` are the times (Unix) of
     the first and last record of each process; ``newest_process`` is the newest Started or Ended record.
 
     ``means`` are over all steps, ``readings`` are those of the machine, ``layers`` the statistics by layer,

@@ -85,10 +85,6 @@ class LimitedConnection(H11Protocol):
             self._has_shown_token = True
         return self._has_shown_token
 
-    @property
-    def _answers(self) -> bool:
-        return self.cycle is not None and not self.cycle.response_complete
-
     def on_response_complete(self) -> None:
         self._has_shown_token = self.is_known  # the next request has a scope of its own
         super().on_response_complete()
@@ -109,7 +105,8 @@ class LimitedConnection(H11Protocol):
             self._waiting = None
 
     def _expire(self) -> None:
-        if not self._answers:  # the timer restarts at the end of an answer
+        is_answering = self.cycle is not None and not self.cycle.response_complete
+        if not is_answering:  # the timer restarts at the end of an answer
             self.transport.abort()
 
 
@@ -446,17 +443,12 @@ class Guard:
         return Response(status_code=303, headers={"location": f"{here}?{rest}" if rest else here, "set-cookie": cookie})
 
 
-def _headers() -> list[tuple[bytes, bytes]]:
-    named = {
-        "content-security-policy": f"{content_policy(live=True)}; frame-ancestors 'self'",
-        "x-content-type-options": "nosniff",
-        "referrer-policy": "no-referrer",
-        "cache-control": "no-store",
-    }
-    return [(name.encode(), value.encode()) for name, value in named.items()]
-
-
-_HEADERS = _headers()
+_HEADERS = (
+    (b"content-security-policy", f"{content_policy(live=True)}; frame-ancestors 'self'".encode()),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cache-control", b"no-store"),
+)
 
 
 def _without_port(host: str) -> str:
