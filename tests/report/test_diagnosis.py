@@ -18,9 +18,7 @@ from trainwright.runs.writer import LogWriter
 
 def run_with(tmp_path: Path, recipe: str | None) -> RunFolder:
     folder = RunFolder.create(tmp_path, "run")
-    log = LogWriter(folder.log)
-    log.write(Watched(time_s=time.time(), step=3, loss=1.0, grad_norm=1.0, lr=0.1, events=(), values={}))
-    log.close()
+    runs.add(folder, [Watched(time_s=time.time(), step=3, loss=1.0, grad_norm=1.0, lr=0.1, events=(), values={})])
     if recipe is not None:
         folder.recipe.write_text(recipe)
     return folder
@@ -83,9 +81,7 @@ def test_of_a_long_run_some_steps_are_recorded_and_the_line_says_what_that_means
 )
 def test_one_hint_for_the_kind_of_run(tmp_path: Path, recipe: str | None, hint: str) -> None:
     folder = run_with(tmp_path, recipe)
-    log = LogWriter(folder.log)
-    log.write(Unexamined(time_s=0.0, step=3, experiments=("again",), examined_s=0.25, trained_s=12.0))
-    log.close()
+    runs.add(folder, [Unexamined(time_s=0.0, step=3, experiments=("again",), examined_s=0.25, trained_s=12.0)])
     [line] = [line for line in diagnosis_of(folder).lines() if line.startswith("not examined")]
     assert line.startswith(
         "not examined  no time for 1 experiment: others took 250 ms of 12.2 s in the training thread; "
@@ -151,24 +147,23 @@ def test_a_finding_without_a_step_is_printed(tmp_path: Path) -> None:
 
 def test_a_step_that_was_begun_is_not_a_step_of_the_run(tmp_path: Path) -> None:
     folder = run_with(tmp_path, None)
-    log = LogWriter(folder.log)
-    log.write(Examined(time_s=time.time(), step=4, experiment="unfinished", values={"error": None}))
-    log.close()
+    runs.add(folder, [Examined(time_s=time.time(), step=4, experiment="unfinished", values={"error": None})])
     assert diagnosis_of(folder).step == 3
 
 
 def test_the_reason_of_one_experiment_is_not_that_of_the_run(tmp_path: Path) -> None:
     folder = run_with(tmp_path, None)
-    log = LogWriter(folder.log)
-    log.write(Examined(time_s=time.time(), step=3, experiment="padded", values={"blind": "nothing is padded"}))
-    log.close()
+    runs.add(folder, [Examined(time_s=time.time(), step=3, experiment="padded", values={"blind": "nothing is padded"})])
     assert not any(line.startswith("not replayed") for line in diagnosis_of(folder).lines())
 
 
 def test_every_replay_of_a_step_counts(tmp_path: Path) -> None:
     folder = run_with(tmp_path, None)
-    log = LogWriter(folder.log)
-    log.write(Examined(time_s=time.time(), step=3, experiment="function", values={}))
-    log.write(Examined(time_s=time.time(), step=4, experiment="calls", values={}))
-    log.close()
+    runs.add(
+        folder,
+        [
+            Examined(time_s=time.time(), step=3, experiment="function", values={}),
+            Examined(time_s=time.time(), step=4, experiment="calls", values={}),
+        ],
+    )
     assert "1 recorded step, 1 of them replayed" in examined(folder)

@@ -301,7 +301,10 @@ for number in range(1, 1_000_000):
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_a_kill_of_the_training_is_told_and_the_page_stays(site: Site, runs: Path) -> None:
+def test_a_kill_of_the_training_is_told_and_the_page_stays(
+    site: Site, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "REFRESH_S", 0.1)
     folder = RunFolder.create(runs, "doomed")
     writer = forked.Forked(WRITER, str(folder.path))
     while not folder.log.exists() or site.ask("/view?run=doomed").status != 200:

@@ -24,13 +24,9 @@ MAX_RUN_BYTES = 2**30
 
 
 class MediaWriter:
-    """Writes values to ``media/`` of a run folder. A value that cannot be kept is reported once; it never stops a run.
+    """Writes values to ``media/`` of a run folder and to sinks, and the record of each by ``write``.
 
-    Args:
-        folder: The run folder.
-        write: Receives the record of each value.
-        sinks: Trackers that get each value, too.
-        say: Receives a message on each kind of value that is left out, with the reason and a remedy.
+    A value that cannot be kept does not stop the run. ``say`` receives each reason once, with a remedy.
     """
 
     def __init__(

@@ -157,7 +157,6 @@ class Progress:
         peak_samples_s: Samples per second at the peak rate of the devices.
         left_s: Estimates the seconds until the end of the run.
         epochs: The planned number of epochs.
-        has_epochs: True if the data have epochs.
     """
 
     def __init__(self, console: Console, *, quiet: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
@@ -365,14 +364,11 @@ def curve(points: list[tuple[int, float]]) -> str:
 
 @dataclass(frozen=True)
 class Measured:
-    """Measurements of at least the newer half of the steps so far.
+    """Means over at least the newer half of the steps so far, in seconds per step.
 
-    Args:
-        step_s: Seconds of a step, with the wait for its batch.
-        evaluation_s: Seconds of the last evaluation; None before the first.
-        examination_s: Seconds of the doctor per step.
-        examined_s: Total seconds of the doctor.
-        beside_s: Other seconds per step: log, telemetry, saves.
+    ``step_s`` includes the wait for the batch, ``examination_s`` is the doctor's part, and ``beside_s`` is all else:
+    log, telemetry, saves. ``evaluation_s`` is the last evaluation, None before the first. ``examined_s`` is the total
+    of the doctor.
     """
 
     step_s: float

@@ -45,9 +45,7 @@ class SavePolicy:
         every: The cadence; None: only at the end.
         min_interval_s: Seconds after the last save, or the beginning, within which ``every`` is ignored.
         max_age_s: Wall-clock age of the last save, in seconds, after which a new one is due.
-        retention: The checkpoints to keep.
-        best: "loss" or a metric of the validation.
-        best_is_largest: True if a larger value is better.
+        best: "loss" or a metric of the validation; None: no best checkpoint is kept.
         best_batches: Number of batches of the evaluations that are compared (0: the full set). Others are ignored.
         asynchronous: True if a thread writes the checkpoints.
     """

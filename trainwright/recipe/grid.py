@@ -21,11 +21,7 @@ CodeCarbon.
 
 
 def grams_per_kwh(grid: str | float) -> float:
-    """Return grams of CO2 for a kilowatt-hour from ``grid``, a country or the grams themselves.
-
-    Raises:
-        UsageError: The country is not in the table.
-    """
+    """Return grams of CO2 for a kilowatt-hour from ``grid``: a country, or the grams. Raises UsageError."""
     if not isinstance(grid, str):
         return grid
     if (grams := GRAMS_PER_KWH.get(grid.upper())) is None:

@@ -227,8 +227,6 @@ class Loaded:
     """A validated recipe, and the place where each of its values was written.
 
     Args:
-        recipe: The recipe.
-        source: The place of each value.
         within_s: Limit in wall-clock seconds from the first step of the run to its end, everything included; None if
             there is no limit.
         cost: The limit in USD or kWh from which ``recipe.until`` is estimated; None without such a limit.
@@ -285,18 +283,10 @@ def load(path: str | Path, *, overrides: Sequence[str] = (), environ: Mapping[st
 
 
 def from_mapping(mapping: Mapping[str, object], *, overrides: Sequence[Setting] = (), name: str = "<python>") -> Loaded:
-    """Read the recipe in a mapping, which is not changed.
+    """Read the recipe in a mapping, which is not changed. The environment is not read.
 
-    Args:
-        mapping: The recipe as nested mappings.
-        overrides: ``path=value`` in YAML, or pairs of path and value; a later one replaces an earlier one.
-        name: The name in messages, instead of a file.
-
-    Returns:
-        The validated recipe. The environment is not read.
-
-    Raises:
-        RecipeError: With every problem of the recipe at once.
+    ``overrides`` are ``path=value`` in YAML, or pairs of path and value; a later one replaces an earlier one. ``name``
+    stands in messages instead of a file. Raises RecipeError with every problem of the recipe at once.
     """
     if not isinstance(mapping, Mapping):
         raise _cannot_read(name, "must be a mapping of keys to values", "pass a dict", format_value(mapping))

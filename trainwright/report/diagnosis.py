@@ -43,9 +43,8 @@ class Report:
         added: Findings that this version's checks make in the records, but the run itself did not.
         experiments: Names of experiments that checks request, and that a replay could run.
         can_be_trained_again: True if the recipe suffices to train again, so that any step can be replayed.
-        unreadable: Lines of the log that hold no record.
-        unknown: Records of a kind that this version does not support.
-        format_version: Format version of the run folder.
+        unreadable: Number of lines of the log that hold no record.
+        unknown: Number of records of a kind that this version does not support.
         had_ranks: True if the run had several ranks when it was started last.
         verbose: Print findings below a warning, too.
     """
@@ -131,9 +130,7 @@ def diagnosis_of(folder: RunFolder) -> Report:
     doctor_was_off = folder.recipe.is_file() and not any(isinstance(record, Watched) for record in records)
     diagnosis = diagnose(RunContext(records, finished=bool(ends) and not doctor_was_off))
     findings = findings_in(records)
-    experiments = tuple(
-        dict.fromkeys(each.experiment for each in diagnosis.requests)
-    )  # once, even if several steps request it
+    experiments = tuple(dict.fromkeys(each.experiment for each in diagnosis.requests))
     return Report(
         folder.path,
         tuple(findings),
@@ -182,14 +179,9 @@ class CheckList:
     def to_json(self) -> dict[str, JsonValue]:
         """Return the output of ``--json``: by code, what each check finds, or its result in the run."""
         if self.states is None:
-            return {
-                "checks": {
-                    each.code: {
-                        "finds": each.page.title,
-                        "severity": each.severity,
-                        "stage": each.stage,
-                    }
-                    for each in all_checks()
-                }
+            checks = all_checks()
+            facts = {
+                each.code: {"finds": each.page.title, "severity": each.severity, "stage": each.stage} for each in checks
             }
+            return {"checks": facts}
         return {"checks": {each.code: {"state": each.state, "why": each.why} for each in self.states}}

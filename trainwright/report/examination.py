@@ -30,7 +30,6 @@ class Examination:
         steps: Number of steps with a record. In a long run not every step has one.
         taken: Number of steps that ran while the doctor was active. All were checked for NaN and infinity.
         replayed: Steps that were replayed and examined closely.
-        checks: The result of each check; empty if no check was applied.
         blind: Pairs (reason why steps could not be replayed, number of such steps), the most frequent first.
         not_run: Experiments that were due and have not run.
         unexamined: Experiments for which no time was left at the end of the run; None if the run has not ended, or if

@@ -96,10 +96,7 @@ def write_marks(folder: Path, marks: Marks) -> None:
 def mark_run(run: Path, *, tags: Sequence[str] | None = None, note: str | None = None) -> None:
     """Replace the tags of a run, its note, or both. None keeps what is there.
 
-    Raises:
-        UnreadableFile: If ``marks.json`` cannot be read; it is not replaced.
-        StorageError: If it cannot be written.
-        UsageError: If a tag or the note is too long, or a tag has a comma.
+    Raises StorageError if ``marks.json`` cannot be read or written, and UsageError for invalid tags or an invalid note.
     """
     path = run.resolve()
     marks = read_marks(path.parent)

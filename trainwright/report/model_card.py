@@ -20,12 +20,9 @@ RowT = TypeVar("RowT")
 
 
 def model_card(run: RunFolder, step: int, kind: str) -> str:
-    """Return the model card of the checkpoint at ``step`` as Markdown. The licence is left to the author.
+    """Return the model card of the checkpoint at ``step`` as Markdown. ``kind`` is the class of the model.
 
-    Args:
-        run: The run folder.
-        step: The step of the exported checkpoint; later records are left out.
-        kind: The class of the model.
+    Later records are left out. The licence is left to the author.
     """
     try:
         origin = read_as(run.provenance, ProvenanceFile)

@@ -57,14 +57,9 @@ class RunTable:
 
 
 def list_runs(folder: Path, tagged: Sequence[str] = ()) -> RunTable:
-    """Read the end of the log of each run in ``folder``.
+    """Return a row for each run in ``folder``, which may be a run itself, that has all the tags ``tagged``.
 
-    Args:
-        folder: The folder of the runs, or a run. A run without a log is listed, too.
-        tagged: The tags that a run must have to be listed.
-
-    Returns:
-        One row for each run, the oldest first. If a run cannot be read, its state is the reason.
+    A run without a log is listed, too. If a run cannot be read, its state is the reason.
     """
     paths = runs_in(folder) or [path for path in runs_in(folder.parent) if path == folder]
     rows = []
@@ -76,7 +71,6 @@ def list_runs(folder: Path, tagged: Sequence[str] = ()) -> RunTable:
 
 
 def _row_or_reason(folder: RunFolder) -> RunRow:
-    """Return the row of a run. If it cannot be read, the reason is its state."""
     try:
         return _row(folder)
     except Exception as error:

@@ -34,14 +34,10 @@ _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "node_modules", "__pycache
 
 @dataclass(frozen=True)
 class Excerpt:
-    """Some lines of a file.
+    """Some lines of a file, without secrets. ``file`` is its path, relative to the folder in which it was found.
 
-    Args:
-        file: The path of the file, relative to the folder in which it was found.
-        first_line: The number of the first of ``lines``.
-        lines: The lines, without secrets.
-        marked: The numbers of the lines that the run names.
-        note: Why there are no lines, or why they may differ from those of the run.
+    ``marked`` are the numbers of the lines that the run names. ``note`` states why there are no lines, or why they may
+    differ from those of the run.
     """
 
     file: str
@@ -72,8 +68,8 @@ def excerpt_of(
         max_chars: The limit of the excerpt, which has the other lines and the enclosing function if they fit.
 
     Returns:
-        The excerpt. It has a note instead of lines if not exactly one file has this name, or if the file cannot be read
-        or has too few lines. None if no source is a line of a Python file.
+        The excerpt, with a note instead of lines if the file is missing, ambiguous, unreadable or too short. None if no
+        source is a line of a Python file.
     """
     found = [match for each in sources if (match := _SOURCE.fullmatch(each))]
     if not found:
@@ -166,16 +162,10 @@ class Construction:
 
 
 def construction_of(source: str, root: Path, *, began_s: float | None = None) -> Construction | None:
-    """Return the statement that makes the optimizer whose ``step`` or ``zero_grad`` is called on a line.
+    """Return the statement that makes the optimizer whose ``step`` or ``zero_grad`` is called on the line ``source``.
 
-    Args:
-        source: The line of the call, such as ``train.py:44``.
-        root: The folder below which the file is searched.
-        began_s: The Unix time at which the run began. A later change of the file is noted.
-
-    Returns:
-        The only statement of the file that assigns the result of a call to the optimizer's variable. If it calls a
-        function of the file, the call that this function returns. None if there is not exactly one such statement.
+    It is the only statement of the file that assigns a call to the optimizer's variable; if that calls a function of
+    the file, the call that this function returns. None if there is not exactly one. See ``excerpt_of`` for the others.
     """
     match = _SOURCE.fullmatch(source)
     files = list(_find_files(match[1], root)) if match else []

@@ -21,10 +21,7 @@ CRASH_LOOP = "crash-loop"  # the name in --accept
 
 @dataclass(frozen=True)
 class Death:
-    """The death of one process.
-
-    ``time_s`` is the time of its last record; ``reason`` is None without an ``Ended`` record.
-    """
+    """The death of a process. ``time_s`` is the time of its last record; ``reason`` is None without an end record."""
 
     pid: int
     time_s: float

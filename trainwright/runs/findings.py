@@ -65,16 +65,12 @@ def findings_in(records: Iterable[Record]) -> list[Found]:
     return fold.findings
 
 
-class FindingsWriter:
+class FindingsWriter(FindingsFold):
     """Holds the findings of a process and writes each change of them to its log."""
 
     def __init__(self, write: Callable[[Record], None]) -> None:
+        super().__init__()
         self._write = write
-        self._by_code: dict[str, Found] = {}
-
-    @property
-    def findings(self) -> list[Found]:
-        return sorted(self._by_code.values(), key=rank)
 
     def get(self, code: str) -> Found | None:
         return self._by_code.get(code)

@@ -224,10 +224,9 @@ def media_in(run: Path) -> tuple[str, ...]:
 
 
 def read_media(run: Path, record: Media) -> MediaFile:
-    """Read the file of a record. It is not trusted, because the run may come from somebody else.
+    """Read the file of a record, which is not trusted: the run may come from somebody else.
 
-    Raises:
-        UnreadableFile: If the file is missing, outside of ``media``, too large, or its content does not fit its name.
+    Raises UnreadableFile if it is missing, outside of ``media``, too large, or its content does not fit its name.
     """
     found = _FILE.fullmatch(record.file)
     path = run / FOLDER if found is None else run / record.file

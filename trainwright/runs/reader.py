@@ -128,11 +128,9 @@ def read_begin_s(path: Path | str) -> float | None:
 
 @dataclass(frozen=True)
 class Usage:
-    """Time and energy that the processes of a run have used. A killed process is counted until its last record.
+    """Seconds, and energy of the GPUs that measure it, summed over the processes of a run.
 
-    Attributes:
-        seconds: Seconds from start to end, summed over the processes.
-        kwh: Energy of the GPUs that measure it.
+    A killed process is counted until its last record.
     """
 
     seconds: float = 0.0

@@ -139,7 +139,7 @@ class Skipped(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class OutOfMemory(OomReport, Record):
-    """An attempt at ``step`` ran out of memory; it is repeated with ``next_micro`` samples at a time."""
+    """An attempt at ``step`` ran out of memory. ``next_micro``: see ``OomReport``."""
 
 
 @dataclass(frozen=True, kw_only=True)

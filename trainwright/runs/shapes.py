@@ -22,16 +22,12 @@ class FileShape(BaseModel):
 ShapeT = TypeVar("ShapeT", bound=FileShape)
 
 
-class ExtentShape(FileShape):
-    """The planned length of a run: ``steps`` or ``seconds``."""
-
+class _Extent(FileShape):
     steps: int | None = None
     seconds: int | float | None = None
 
 
-class PlanNote(FileShape):
-    """A decision of the plan and its reason."""
-
+class _Note(FileShape):
     topic: str = ""
     choice: str = ""
     why: str = ""
@@ -44,36 +40,30 @@ class PlanFile(FileShape):
     precision: str = ""
     threads: int = 0
     parameters: int | None = None
-    extent: ExtentShape | None = None
+    extent: _Extent | None = None
     memory_bytes: dict[str, int] | None = None
     expected_loss: int | float | str | None = None
-    notes: list[PlanNote] = []
+    notes: list[_Note] = []
 
 
-class GitState(FileShape):
-    """The state of the project that a run was started in."""
-
+class _Git(FileShape):
     commit: str | None
     dirty: bool | None
     diff_sha256: str | None
 
 
-class Packages(FileShape):
-    """The installed packages."""
-
+class _Packages(FileShape):
     versions: dict[str, str]
     count: int
     sha256: str
 
 
-class LaunchShape(FileShape):
-    """The launch that a run belongs to."""
-
+class _Launch(FileShape):
     job: str = ""
     call: int = 0
 
 
-class ObjectsShape(FileShape):
+class _Objects(FileShape):
     """How to rebuild the objects of a ``tw.fit`` run: by calling ``function``.
 
     If ``function`` is None, ``reason`` states why rebuilding is impossible.
@@ -84,7 +74,7 @@ class ObjectsShape(FileShape):
     is_seeded: bool
 
 
-class BaseModelShape(FileShape):
+class _Base(FileShape):
     """The pretrained model that a run starts from. ``revision`` is a commit, or a hash of the files.
 
     ``head`` are the weights that its files do not contain, and that are trained beside adapters.
@@ -96,9 +86,7 @@ class BaseModelShape(FileShape):
     head: list[str] = []
 
 
-class SeedsShape(FileShape):
-    """The seeds of a run."""
-
+class _Seeds(FileShape):
     seed: int | None = None
 
 
@@ -106,43 +94,39 @@ class ProvenanceFile(FileShape):
     """provenance.json."""
 
     command: list[str] = []
-    git: GitState | None = None
+    git: _Git | None = None
     sources: dict[str, str | None] | None = None
     python: str | None = None
     hostname: str | None = None
     driver: str | None = None
-    packages: Packages | None = None
+    packages: _Packages | None = None
     environment: dict[str, str] | None = None
     data: dict[str, str | None] | None = None
-    base: BaseModelShape | None = None
+    base: _Base | None = None
     adapters: dict[str, dict[str, Any]] | None = None
-    launch: LaunchShape | None = None
-    objects: ObjectsShape | None = None
-    seeds: SeedsShape | None = None
+    launch: _Launch | None = None
+    objects: _Objects | None = None
+    seeds: _Seeds | None = None
 
 
-class ModuleShape(FileShape):
-    """A module of a model, or ``count`` equal ones in a row."""
-
+class _Module(FileShape):
     name: str
     kind: str
     last: str
     parameters: int
     trained: int
     count: int
-    children: list[ModuleShape]
+    children: list[_Module]
 
 
 class ModelFile(FileShape):
     """model.json."""
 
-    modules: list[ModuleShape] = []
+    modules: list[_Module] = []
     reference_losses: dict[str, JsonValue] = {}
 
 
-class OperatorShape(FileShape):
-    """The time of an operator."""
-
+class _OperatorTime(FileShape):
     op: str
     phase: str
     calls: float
@@ -150,31 +134,25 @@ class OperatorShape(FileShape):
     device_s: float
 
 
-class ModuleTimeShape(FileShape):
-    """The time of a module."""
-
+class _ModuleTime(FileShape):
     path: str
     kind: str
     forward_s: float
     backward_s: float
 
 
-class ProfileFactsShape(FileShape):
-    """The measurements of a step."""
-
+class _ProfileFacts(FileShape):
     steps: int
     step_s: float
     precision: str
     phases: dict[str, float]
     memory: list[int]
-    operators: list[OperatorShape]
-    modules: list[ModuleTimeShape]
+    operators: list[_OperatorTime]
+    modules: list[_ModuleTime]
     trace: str | None
 
 
-class ProfileVerdictShape(FileShape):
-    """The bottleneck of a step, and the evidence."""
-
+class _ProfileVerdict(FileShape):
     headline: str
     evidence: list[str]
 
@@ -182,8 +160,8 @@ class ProfileVerdictShape(FileShape):
 class ProfileFile(FileShape):
     """profile.json."""
 
-    facts: ProfileFactsShape
-    verdict: ProfileVerdictShape
+    facts: _ProfileFacts
+    verdict: _ProfileVerdict
     next: str
     advice: list[str]
 

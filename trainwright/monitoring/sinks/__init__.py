@@ -40,6 +40,19 @@ class OpenableSink(Sink, Protocol):
         """Flush pending values. ``exit_code`` is 1 if the run failed, else 0."""
 
 
+class BaseSink:
+    """Keeps the arguments of a SinkFactory. A sink that has no place for texts, images and histograms ignores them."""
+
+    def __init__(self, folder: Path, config: Mapping[str, object], *, from_step: int = 0) -> None:
+        self._folder = folder
+        self._config = config
+        self._from_step = from_step
+
+    def text(self, step: int, name: str, text: str) -> None: ...
+
+    def media(self, step: int, name: str, value: Image | Histogram) -> None: ...
+
+
 class SinkFactory(Protocol):
     """Makes a sink. ``config`` is the recipe as plain values, ``from_step`` the step that the run resumes from.
 

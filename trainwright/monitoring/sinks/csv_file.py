@@ -8,22 +8,20 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from trainwright.monitoring.sinks import BaseSink
 from trainwright.runs.files import lines_of, open_file
-from trainwright.runs.media import Histogram, Image
 from trainwright.runs.storage import draft_of
 
 NAME = "metrics.csv"
 HEAD = ("step", "name", "value")
 
 
-class CsvFile:
+class CsvFile(BaseSink):
     """A Sink. Rows of an earlier process after ``from_step`` are removed, because a resume repeats those steps."""
 
-    def __init__(self, folder: Path, _config: Mapping[str, object], *, from_step: int = 0) -> None:
-        self._path, self._from_step = folder / NAME, from_step
-
     def open(self) -> None:
-        path, earlier = self._path, _rows_until(self._path, self._from_step)
+        path = self._folder / NAME
+        earlier = _rows_until(path, self._from_step)
         draft = draft_of(path)
         draft.unlink(missing_ok=True)
         with draft.open("x", encoding="utf-8", newline="") as file:  # follows no link
@@ -34,12 +32,6 @@ class CsvFile:
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         self._writer.writerows((step, name, value) for name, value in values.items())
-
-    def text(self, step: int, name: str, text: str) -> None:
-        """Do nothing: log.jsonl and samples/ have the texts."""
-
-    def media(self, step: int, name: str, value: Image | Histogram) -> None:
-        """Do nothing: the folder media has the files."""
 
     def close(self, _exit_code: int) -> None:
         self._file.close()

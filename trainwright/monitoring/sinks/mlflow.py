@@ -14,6 +14,7 @@ from itertools import islice
 from pathlib import Path
 
 from trainwright.errors import import_optional
+from trainwright.monitoring.sinks import BaseSink
 from trainwright.runs.files import UnreadableFile, read_json
 from trainwright.runs.media import Histogram, Image, encode, flat_grey
 
@@ -32,22 +33,20 @@ NO_SUCH_RUN = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE", "INVALID_ST
 """Error codes of MLflow for a run that it does not have, or that was deleted."""
 
 
-class MLflow:
+class MLflow(BaseSink):
     """A Sink. ``mlflow ui --backend-store-uri sqlite:///runs/mlflow.db`` shows all runs, with recipes as parameters.
 
     If a resume repeats steps, MLflow keeps both values of each.
     """
 
     def __init__(self, folder: Path, config: Mapping[str, object], *, from_step: int = 0) -> None:
+        super().__init__(folder, config, from_step=from_step)
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # by default MLflow reports calls to its developers
         os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # the terminal has the progress line
         os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
         self._make = import_optional("mlflow", needed_for="the mlflow sink").MlflowClient
         self._entities = import_optional("mlflow.entities", needed_for="the mlflow sink")
         self._errors = import_optional("mlflow.exceptions", needed_for="the mlflow sink")
-        self._folder = folder
-        self._config = config
-        self._from_step = from_step
 
     def open(self) -> None:
         folder = self._folder

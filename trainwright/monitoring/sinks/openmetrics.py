@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainwright.errors import UsageError, import_optional
-from trainwright.runs.media import Histogram, Image
+from trainwright.monitoring.sinks import BaseSink
 
 if TYPE_CHECKING:
     from prometheus_client import Gauge
@@ -21,12 +21,12 @@ VARIABLE = "TRAINWRIGHT_METRICS"
 DEFAULT = "127.0.0.1:9464"
 
 
-class OpenMetrics:
+class OpenMetrics(BaseSink):
     """A Sink. Each metric is a gauge, ``trainwright_train_loss{run="..."}`` for ``train/loss``, until the run ends."""
 
-    def __init__(self, folder: Path, _config: Mapping[str, object], **_more: object) -> None:
+    def __init__(self, folder: Path, config: Mapping[str, object], *, from_step: int = 0) -> None:
+        super().__init__(folder, config, from_step=from_step)
         self._prometheus = import_optional("prometheus_client", needed_for="the openmetrics sink")
-        self._run = folder.name
         self._registry = self._prometheus.CollectorRegistry()
         self._gauges: dict[str, Gauge] = {}
 
@@ -45,19 +45,13 @@ class OpenMetrics:
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in {**values, "step": float(step)}.items():
-            self._gauge(name).labels(self._run).set(value)
+            self._gauge(name).labels(self._folder.name).set(value)
 
     def _gauge(self, name: str) -> Gauge:
         safe = f"trainwright_{re.sub(r'[^A-Za-z0-9_]', '_', name)}"
         if safe not in self._gauges:
             self._gauges[safe] = self._prometheus.Gauge(safe, name, ["run"], registry=self._registry)
         return self._gauges[safe]
-
-    def text(self, step: int, name: str, text: str) -> None:
-        """Do nothing: a metric is a number."""
-
-    def media(self, step: int, name: str, value: Image | Histogram) -> None:
-        """Do nothing: a metric is a number."""
 
     def close(self, _exit_code: int) -> None:
         self._server.shutdown()

@@ -7,21 +7,20 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from trainwright.errors import MissingExtra
+from trainwright.monitoring.sinks import BaseSink
 from trainwright.runs.media import Histogram, Image
 
 
-class TensorBoard:
+class TensorBoard(BaseSink):
     """A Sink. TensorBoard hides events of an earlier process after ``from_step``: a resume repeats those steps."""
 
     def __init__(self, folder: Path, config: Mapping[str, object], *, from_step: int = 0) -> None:
+        super().__init__(folder, config, from_step=from_step)
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise MissingExtra("tensorboard", needed_for="the tensorboard sink") from error
         self._make = SummaryWriter
-        self._folder = folder
-        self._config = config
-        self._from_step = from_step
 
     def open(self) -> None:
         purge_step = self._from_step + 1 if self._from_step else None

@@ -8,20 +8,19 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from trainwright.errors import import_optional
+from trainwright.monitoring.sinks import BaseSink
 from trainwright.runs.media import Histogram, Image, flat_grey
 
 
-class Trackio:
+class Trackio(BaseSink):
     """A sink for Trackio. ``TRACKIO_DIR=runs/trackio trackio show`` shows all runs. A resume continues its run."""
 
     def __init__(self, folder: Path, config: Mapping[str, object], *, from_step: int = 0) -> None:
+        super().__init__(folder, config, from_step=from_step)
         os.environ.setdefault("TRACKIO_DIR", str(folder.resolve().parent / "trackio"))
         self._trackio = import_optional("trackio", needed_for="the trackio sink")
         for module in ("trackio", "trackio.run", "trackio.utils"):  # what it prints would break the progress line
             vars(importlib.import_module(module))["print"] = _silent
-        self._folder = folder
-        self._config = config
-        self._from_step = from_step
 
     def open(self) -> None:
         self._run = self._trackio.init(

@@ -13,28 +13,26 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from trainwright.errors import import_optional
+from trainwright.monitoring.sinks import BaseSink
 from trainwright.runs.media import Histogram, Image, encode, flat_grey
 
 
-class WeightsAndBiases:
+class WeightsAndBiases(BaseSink):
     """A Sink. ``wandb sync <run folder>/wandb/offline-run-*`` uploads an offline run later."""
 
-    def __init__(self, folder: Path, config: Mapping[str, object], **_more: object) -> None:
+    def __init__(self, folder: Path, config: Mapping[str, object], *, from_step: int = 0) -> None:
+        super().__init__(folder, config, from_step=from_step)
         self._wandb = import_optional("wandb", needed_for="the wandb sink")
-        self._folder = folder
-        self._config = config
 
     def open(self) -> None:
         wandb = self._wandb
-        folder = self._folder
-        config = self._config
         # Offline or not, wandb reports its errors to its makers unless that is disabled before its service starts
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "trainwright"),
-            name=folder.name,
-            dir=str(folder),
-            config=dict(config),
+            name=self._folder.name,
+            dir=str(self._folder),
+            config=dict(self._config),
             mode=None if "WANDB_MODE" in os.environ else "offline",  # None: wandb reads the variable
             settings=wandb.Settings(
                 console="off",  # the terminal has the progress line

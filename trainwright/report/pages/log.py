@@ -316,7 +316,7 @@ class IncrementalLog:
             begin_s, end_s = self._sessions.pop()  # ``diagnose --deep`` adds records after the end
             self._sessions.append((begin_s, max(end_s, record.time_s)))
         if isinstance(record, Telemetry):
-            self.readings.take(record)
+            self.readings.add(MachineReading(record.time_s, record.step, record.values))
         elif isinstance(record, Media):
             self.media.take(record)
         elif isinstance(record, KEPT_RECORDS):

@@ -32,18 +32,9 @@ class WrittenReport:
 
 
 def write_report(runs: Sequence[Path], out: Path | None = None) -> WrittenReport:
-    """Write the report of these runs.
+    """Write the report of these runs to ``out``, by default in the folder of the run, for several in the current one.
 
-    Args:
-        runs: The run folders.
-        out: The file to write. Default: in the folder of the run; for several runs in the current folder.
-
-    Returns:
-        The path and size of the report.
-
-    Raises:
-        UsageError: If a path is not a run.
-        StorageError: If the report cannot be written.
+    Raises UsageError for a path that is not a run, and StorageError.
     """
     from trainwright.report.pages.render import runs_page  # imports jinja2, which a run needs only at its end
 

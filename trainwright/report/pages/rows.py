@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainwright.runs.json_values import JsonValue
-from trainwright.runs.records import Telemetry
 
 COLUMNS = (
     "order",
@@ -218,9 +217,6 @@ class Readings:
     def __init__(self) -> None:
         self.kept: list[MachineReading] = []
         self.count = 0
-
-    def take(self, record: Telemetry) -> None:
-        self.add(MachineReading(record.time_s, record.step, record.values))
 
     def add(self, reading: MachineReading) -> None:
         self.count += 1
