@@ -126,7 +126,7 @@ class DurationField:
                 raise _error("a duration must be more than 0")
             return value
         if isinstance(value, (int, float)) and not isinstance(value, bool):
-            raise _without_unit(f"{value:g}" if math.isfinite(_as_float(value)) else "1000")
+            raise _without_unit(f"{value:g}" if abs(value) < _MAX_VALUE else "1000")
         if not isinstance(value, str):
             raise _error("must be a number with a unit")
         return Duration.parse(value, allow_zero=self.allow_zero)
@@ -163,10 +163,3 @@ def _scale(number: str, factor: float) -> float:
     return (
         float(round(value)) if abs(value) < _MAX_VALUE and math.isclose(value, round(value), rel_tol=1e-14) else value
     )
-
-
-def _as_float(value: float) -> float:
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf

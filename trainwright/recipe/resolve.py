@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from trainwright.errors import MissingExtra, Problem, RecipeError, UsageError, install_remedy, text_of, unknown_args
 from trainwright.recipe import Row, require_unmasked
 from trainwright.recipe.load import Loaded
+from trainwright.recipe.source import Source
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 LIVE = "live"
@@ -28,21 +29,12 @@ def is_live(use: str) -> bool:
     return use.startswith(f"{LIVE}:")
 
 
-class RecipePlaces(Protocol):
-    """Maps a dotted path of a recipe to the place in the user's files where it was written."""
-
-    @property
-    def folder(self) -> Path: ...
-
-    def where(self, path: str) -> str: ...
-
-
 def import_factory(factory: str) -> Callable[..., Any]:
     """Return the callable that a row of the catalog names as ``package.module:callable``."""
     return pkgutil.resolve_name(factory)  # type: ignore[no-any-return]
 
 
-def find(use: str, names: Mapping[str, Row], path: str, source: RecipePlaces) -> Callable[..., Any]:
+def find(use: str, names: Mapping[str, Row], path: str, source: Source) -> Callable[..., Any]:
     """Return the callable of a name in ``names`` or of ``package.module:callable``, without calling it.
 
     The current folder and the recipe's folder are added to the import path. Raises RecipeError with the rule and the
@@ -83,7 +75,7 @@ def find(use: str, names: Mapping[str, Row], path: str, source: RecipePlaces) ->
     return found  # type: ignore[no-any-return]
 
 
-def search_beside(source: RecipePlaces) -> tuple[str, str]:
+def search_beside(source: Source) -> tuple[str, str]:
     """Add the current folder and the recipe's folder to the import path, and return both."""
     here, beside = str(Path.cwd()), str(source.folder)
     if here not in sys.path:
@@ -101,7 +93,7 @@ def parameters_of(factory: Callable[..., Any]) -> Mapping[str, inspect.Parameter
         return {}
 
 
-def make(use: str, args: Mapping[str, object], names: Mapping[str, Row], path: str, source: RecipePlaces) -> Any:
+def make(use: str, args: Mapping[str, object], names: Mapping[str, Row], path: str, source: Source) -> Any:
     """Return the result of the callable with ``args``. Raises RecipeError for any error in it."""
     require_unmasked(args, f"{path}.args", source)
     factory = find(use, names, path, source)
@@ -122,7 +114,7 @@ def make(use: str, args: Mapping[str, object], names: Mapping[str, Row], path: s
 
 
 def require_arguments(
-    factory: Callable[..., Any], args: Mapping[str, object], use: str, path: str, source: RecipePlaces
+    factory: Callable[..., Any], args: Mapping[str, object], use: str, path: str, source: Source
 ) -> None:
     """Raise RecipeError with every unknown and every missing argument of a callable."""
     try:

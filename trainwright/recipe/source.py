@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from trainwright.errors import Problem, RecipeError
 from trainwright.runs.secrets import masked_paths
@@ -45,13 +45,7 @@ class Source:
         return str(self.place(path))
 
 
-class Places(Protocol):
-    """Returns the place of a dotted path as text."""
-
-    def where(self, path: str, /) -> str: ...
-
-
-def require_unmasked(values: Mapping[str, object], path: str, source: Places) -> None:
+def require_unmasked(values: Mapping[str, object], path: str, source: Source) -> None:
     """Raise RecipeError if a value at or below ``path`` was masked when the recipe was written to a run folder."""
     rule = "is a secret, which a run folder does not keep"
     problems = [

@@ -136,7 +136,7 @@ def read(text: str, name: str) -> Document:
     ``Document.problems``.
     """
     try:
-        node = _compose(text, name)
+        node = _Loader(text, name).get_single_node()
         document = Document(name)
         if node is not None:
             document.places[""] = Place(name, _line(node))
@@ -144,14 +144,6 @@ def read(text: str, name: str) -> Document:
     except (yaml.YAMLError, ValueError, OverflowError) as error:  # ValueError: "\\UFFFFFFFF" is not a character
         raise UnreadableError(_syntax_problem(error, name, text)) from None
     return document
-
-
-def _compose(text: str, name: str) -> Node | None:
-    loader = _Loader(text, name)
-    try:
-        return loader.get_single_node()
-    finally:
-        loader.dispose()
 
 
 def _line(node: Node) -> int:

@@ -29,7 +29,7 @@ from trainwright.report.pages.curves import BUCKETS, curves_of, readings_of
 from trainwright.report.pages.layers import MAPS, OUTPUT_GRAD_NORM
 from trainwright.report.pages.overview import Overview
 from trainwright.report.pages.rows import SpanMeans
-from trainwright.report.pages.view import RunView, flat, memory_parts, number
+from trainwright.report.pages.view import RunView, flat, number
 from trainwright.runs.files import reason_of
 from trainwright.runs.language import language, translated
 from trainwright.runs.printing import readable
@@ -196,7 +196,6 @@ def templates() -> Environment:
         flat=flat,
         with_unit=_with_unit,
         code=_inline,
-        memory_parts=memory_parts,
         masked=masked,
         when=_when,
         since=_since,

@@ -12,7 +12,7 @@ from typing import Any, TypeGuard, TypeVar
 
 import numpy as np
 
-from trainwright.plan.amounts import human_bytes, human_seconds
+from trainwright.plan.amounts import human_seconds
 from trainwright.report import bad_cases
 from trainwright.report.bad_cases import BadCases
 from trainwright.report.examination import line_of_unexamined
@@ -165,10 +165,6 @@ class RunView:
         return min((each.loss for each in self.evaluations if math.isfinite(each.loss)), default=None)
 
     @property
-    def is_past_best(self) -> bool:
-        return self.best is not None and self.best != self.val_loss
-
-    @property
     def seconds(self) -> float:
         """The running time of its processes in total."""
         return sum(max(0.0, end_s - begin_s) for begin_s, end_s in self.log.sessions)
@@ -241,7 +237,8 @@ class RunView:
             yield "left", f"about {human_seconds(self.left_s)}"
         yield "loss", number(self.loss)
         if self.val_loss is not None:
-            yield "validation", number(self.val_loss) + (f", best {number(self.best)}" if self.is_past_best else "")
+            is_past_best = self.best is not None and self.best != self.val_loss
+            yield "validation", number(self.val_loss) + (f", best {number(self.best)}" if is_past_best else "")
         if self.step_s:
             yield "a step takes", human_seconds(self.step_s)
         if self.ended and (costs := cost(self.ended)):
@@ -420,12 +417,6 @@ def flat(value: object, path: str = "") -> Iterator[tuple[str, str]]:
         yield path, " ".join(map(str, value))
     else:
         yield path, "-" if value is None else str(value)
-
-
-def memory_parts(view: RunView) -> list[tuple[str, str]]:
-    """Return the predicted memory by kind."""
-    parts = view.plan.get("memory_bytes") or {}
-    return [(name, human_bytes(size)) for name, size in parts.items() if size]
 
 
 def _since(found: Found) -> int:

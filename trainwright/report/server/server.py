@@ -211,7 +211,7 @@ class PageServer:
 
     async def _events(self, request: Request) -> Response:
         names, seen = _parse_query(request.query_params)
-        if not await self._read(lambda: self._has(names)):
+        if not await self._read(lambda: any(name in self._shelf.runs() for name in names)):
             return _not_found(names)
         return self._stream(lambda: self.news(names, seen), is_behind=lambda: not all(each.complete for each in seen))
 
@@ -288,9 +288,6 @@ class PageServer:
 
         headers = {"X-Accel-Buffering": "no"}  # nginx would buffer events
         return StreamingResponse(events(), media_type="text/event-stream", headers=headers)
-
-    def _has(self, names: Sequence[str]) -> bool:
-        return any(name in self._shelf.runs() for name in names)
 
     def _views(self, names: Sequence[str], for_s: float) -> dict[str, RunView]:
         """Return the views of existing runs, each log read on for its part of ``for_s`` seconds."""
