@@ -300,3 +300,11 @@ def test_a_pretrained_model_is_compared_with_its_start(losses: Any, word: str, b
     assert (verdict.word, verdict.best_step) == (word, best_step)
     assert ("before train" in verdict.sentence) == (len(losses) > 1)
     assert judge(replace(LEARNS, evaluations=seen(*losses))).word == "no finding"  # not before the first step
+
+
+def test_a_validation_loss_that_is_nan_for_bad_samples_is_not_compared_with_the_start() -> None:
+    bad = replace(seen(math.nan)[0], bad_samples=(3,))
+    before = replace(seen(2.0)[0], step=0)
+    verdict = judge(replace(LEARNS, evaluations=[before, bad]))
+    assert verdict.word == "warning" and "NaN or infinity in the validation samples 3" in verdict.sentence
+    assert "worse than before" not in verdict.sentence
