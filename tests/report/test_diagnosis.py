@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,12 +12,15 @@ from trainwright.report.diagnosis import diagnosis_of
 from trainwright.report.examination import while_it_trains
 from trainwright.runs.folder import RunFolder
 from trainwright.runs.records import Ended, Examined, Started, Unexamined, Watched
-from trainwright.runs.writer import LogWriter
+
+
+def watched(step: int) -> Watched:
+    return Watched(time_s=0.0, step=step, loss=1.0, grad_norm=1.0, lr=0.1)
 
 
 def run_with(tmp_path: Path, recipe: str | None) -> RunFolder:
     folder = RunFolder.create(tmp_path, "run")
-    runs.add(folder, [Watched(time_s=time.time(), step=3, loss=1.0, grad_norm=1.0, lr=0.1, events=(), values={})])
+    runs.add(folder, [watched(3)])
     if recipe is not None:
         folder.recipe.write_text(recipe)
     return folder
@@ -52,19 +54,14 @@ def test_nothing_found_says_in_what(tmp_path: Path) -> None:
     folder = run_with(tmp_path, None)
     assert "diagnosis: nothing found" in diagnosis_of(folder).lines()
     assert examined(folder).startswith("examined  1 recorded step, none of them replayed; ")
-    log = LogWriter(folder.log)
-    for step, values in ((3, {"same_losses": True}), (4, {"blind": "it cannot"})):
-        log.write(Examined(time_s=time.time(), step=step, experiment="again", values=values))
-    log.close()
+    results = ((3, {"same_losses": True}), (4, {"blind": "it cannot"}))
+    runs.add(folder, [Examined(time_s=0.0, step=n, experiment="again", values=values) for n, values in results])
     assert "1 recorded step, 1 of them replayed" in examined(folder)
 
 
 def test_of_a_long_run_some_steps_are_recorded_and_the_line_says_what_that_means(tmp_path: Path) -> None:
     folder = run_with(tmp_path, None)
-    log = LogWriter(folder.log)
-    for step in (4, 300, 300):  # a resume takes a step again
-        log.write(Watched(time_s=time.time(), step=step, loss=1.0, grad_norm=1.0, lr=0.1, events=(), values={}))
-    log.close()
+    runs.add(folder, [watched(step) for step in (4, 300, 300)])  # a resume repeats a step
     assert examined(folder).startswith(
         "examined  3 of 298 steps (fewer of the later ones; all 298 were checked for NaN and infinity), none "
     )
@@ -110,21 +107,17 @@ def test_what_cannot_be_read_is_counted(tmp_path: Path) -> None:
 
 def test_a_newer_format_is_told(tmp_path: Path) -> None:
     folder = run_with(tmp_path, None)
-    log = LogWriter(folder.log)
     for version in (1, 2):
-        log.write(Started(time_s=time.time(), step=3, version="0.9", pid=1, format_version=version))
+        runs.add(folder, [Started(time_s=0.0, step=3, version="0.9", pid=1, format_version=version)])
         said = diagnosis_of(folder).lines()[2]
         assert ("its folder has format 2" in said and "the version that wrote it" in said) == (version == 2)
-    log.close()
 
 
 def test_a_run_without_the_doctor_is_not_taken_for_a_loop_that_nobody_saw(tmp_path: Path) -> None:
     end = Ended(time_s=0.0, ending="finished", reason="", step=6, loss=None, val_loss=None, skipped=0, seconds=1.0)
     for recipe, said in (("model: mlp\n", "set log.doctor: true"), (None, "loop.unseen")):
         folder = RunFolder.create(tmp_path, "run")
-        log = LogWriter(folder.log)
-        log.write(end)
-        log.close()
+        runs.add(folder, [end])
         if recipe:
             folder.recipe.write_text(recipe)
         lines = replace(diagnosis_of(folder), verbose=True).lines()
@@ -135,11 +128,9 @@ def test_a_run_without_the_doctor_is_not_taken_for_a_loop_that_nobody_saw(tmp_pa
 def test_a_finding_without_a_step_is_printed(tmp_path: Path) -> None:
     """A loop that never steps is exactly what must be told."""
     folder = RunFolder.create(tmp_path, "run")
-    log = LogWriter(folder.log)
     facts = {"backwards": 5, "moved": False, "steps_heard": 0, "optimizers": [], "missing": []}
-    log.write(Examined(time_s=time.time(), step=1, experiment="calls", values=facts))
-    log.write(Ended(time_s=0.0, ending="finished", reason="", step=0, loss=None, val_loss=None, skipped=0, seconds=1.0))
-    log.close()
+    end = Ended(time_s=0.0, ending="finished", reason="", step=0, loss=None, val_loss=None, skipped=0, seconds=1.0)
+    runs.add(folder, [Examined(time_s=0.0, step=1, experiment="calls", values=facts), end])
     report = diagnosis_of(folder)
     assert report.exit_code == 3
     assert any(line.startswith("1. critical: optim.step_never_called") for line in report.lines())
@@ -147,13 +138,13 @@ def test_a_finding_without_a_step_is_printed(tmp_path: Path) -> None:
 
 def test_a_step_that_was_begun_is_not_a_step_of_the_run(tmp_path: Path) -> None:
     folder = run_with(tmp_path, None)
-    runs.add(folder, [Examined(time_s=time.time(), step=4, experiment="unfinished", values={"error": None})])
+    runs.add(folder, [Examined(time_s=0.0, step=4, experiment="unfinished", values={"error": None})])
     assert diagnosis_of(folder).step == 3
 
 
 def test_the_reason_of_one_experiment_is_not_that_of_the_run(tmp_path: Path) -> None:
     folder = run_with(tmp_path, None)
-    runs.add(folder, [Examined(time_s=time.time(), step=3, experiment="padded", values={"blind": "nothing is padded"})])
+    runs.add(folder, [Examined(time_s=0.0, step=3, experiment="padded", values={"blind": "nothing is padded"})])
     assert not any(line.startswith("not replayed") for line in diagnosis_of(folder).lines())
 
 
@@ -162,8 +153,8 @@ def test_every_replay_of_a_step_counts(tmp_path: Path) -> None:
     runs.add(
         folder,
         [
-            Examined(time_s=time.time(), step=3, experiment="function", values={}),
-            Examined(time_s=time.time(), step=4, experiment="calls", values={}),
+            Examined(time_s=0.0, step=3, experiment="function", values={}),
+            Examined(time_s=0.0, step=4, experiment="calls", values={}),
         ],
     )
     assert "1 recorded step, 1 of them replayed" in examined(folder)
