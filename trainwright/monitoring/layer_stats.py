@@ -463,11 +463,11 @@ class OutputGradStats(StepStats):
         def add(grad: Tensor) -> None:
             begin_s = time.perf_counter()
             with torch.no_grad():
-                own = local(grad.detach())
-                norm = torch.linalg.vector_norm(own, dtype=torch.promote_types(own.dtype, torch.float32)).float()
+                shard = local(grad.detach())
+                norm = torch.linalg.vector_norm(shard, dtype=torch.promote_types(shard.dtype, torch.float32)).float()
                 self._norms[index] = torch.hypot(self._norms[index], norm) if index in self._norms else norm
                 if index not in self._sampled:
-                    self._sampled[index] = self._sample(own).float()
+                    self._sampled[index] = self._sample(shard).float()
             self.hooks_s += time.perf_counter() - begin_s
 
         def keep(_module: nn.Module, _given: object, output: object) -> None:

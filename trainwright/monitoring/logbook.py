@@ -105,11 +105,11 @@ def allocator_values(device: torch.device) -> dict[str, float]:
     retries, reserved = allocator_retries(device), reserved_bytes(device)
     if retries is None or reserved is None:
         return {}
-    own = f"{device.type}{device.index or 0}"
+    name = f"{device.type}{device.index or 0}"
     return {
-        f"{own}/allocator_retries": float(retries),
-        f"{own}/allocated_bytes": float(held_bytes(device)),
-        f"{own}/reserved_bytes": float(reserved),
+        f"{name}/allocator_retries": float(retries),
+        f"{name}/allocated_bytes": float(held_bytes(device)),
+        f"{name}/reserved_bytes": float(reserved),
     }
 
 

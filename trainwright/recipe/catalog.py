@@ -183,7 +183,7 @@ _SMALLER_IS_BETTER = ("loss", "error", "perplexity", "mae", "mse", "rmse", "mape
 
 
 def mode_of(metric: str) -> Literal["min", "max"] | None:
-    """Return "min" or "max" if the name of a validation metric tells which value is best, else None.
+    """Return "min" or "max" if the name of a validation metric shows which value is best, else None.
 
     It may contain the name of a built-in metric, as in ``half.accuracy``, ``f1.0`` or ``val_f1``.
     """

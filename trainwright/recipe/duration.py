@@ -54,7 +54,7 @@ def _error(rule: str, remedy: str = f"write for example {EXAMPLES}") -> UsageErr
 
 @dataclass(frozen=True)
 class Duration:
-    """``value`` of ``unit``: steps, ep(ochs), s(econds), tok(ens), samples, or run (a fraction of the run).
+    """``value`` of ``unit``: steps, ep(ochs), s(econds), tok(ens), samples, run (a fraction of it), or USD and kWh.
 
     Raises UsageError if the value is negative, not finite, a fraction of a step, token or sample, or more than 1run.
     """

@@ -729,7 +729,7 @@ class Checkpoint(Section):
     @model_validator(mode="before")
     @classmethod
     def _default_mode(cls, value: object) -> object:
-        """Fill in ``best_mode`` for a metric whose name tells it."""
+        """Fill in ``best_mode`` for a metric whose name shows it."""
         if not isinstance(value, dict) or "best_mode" in value or not isinstance(best := value.get("best"), str):
             return value
         if (mode := mode_of(best)) is None:

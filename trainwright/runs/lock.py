@@ -47,8 +47,8 @@ _locks: dict[tuple[int, int], RunLock] = {}  # by device and inode, which are th
 class Holder:
     """The content of the lock file: the process that holds the lock, or held it last.
 
-    ``step`` is in progress (None: no step was begun, or all ended well). ``excused``: the process was asked to stop
-    during ``step``. ``starting``: the process has finished few steps and raised no error. ``died_in_step`` is the step
+    ``step`` is in progress (None: no step was begun, or all ended well). ``excused``: the process received a
+    signal to stop during ``step``. ``starting``: the process has finished few steps and raised no error. ``died_in_step`` is the step
     in which the previous processes ``dead`` (pids) died in a row. ``sure`` is the number of these deaths, without the
     first, that cannot be chance. These three values are reset when a later step begins.
     """
@@ -136,7 +136,7 @@ class RunLock:
         self._write(step)
 
     def excuse(self) -> None:
-        """Record that this process was asked to stop: if it is killed now, the step is not at fault.
+        """Record that this process received a signal to stop: if it is killed now, the step is not at fault.
 
         A signal handler may call it at any time. Never raises.
         """
@@ -249,7 +249,7 @@ def _deaths_before(before: Holder | None) -> DeathsInStep:
     """
     if before is None:
         return DeathsInStep()
-    if before.step is None or before.excused:  # the last process ended well, began no step or was asked to stop
+    if before.step is None or before.excused:  # the last process ended well, began no step or received a signal to stop
         return DeathsInStep(before.died_in_step, before.dead, before.sure)
     if before.step != before.died_in_step:
         return DeathsInStep(before.step, (before.pid,))

@@ -35,7 +35,10 @@ BACKGROUND_SERVERS: list[subprocess.Popen[bytes]] = []
 
 
 def open_listener(port: int | None) -> socket.socket:
-    """Return a loopback socket that listens at ``port``, or at a free one. Raises UsageError if ``port`` is taken."""
+    """Return a loopback socket that listens at ``port``; by default at PORT, or at a free port if that is taken.
+
+    Raises UsageError if ``port`` is taken.
+    """
     for each in (PORT, 0) if port is None else (port,):
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -45,7 +48,7 @@ def open_listener(port: int | None) -> socket.socket:
             listener.close()
             if each == port:
                 raise UsageError(
-                    f"port {port} cannot be used: {error}", remedy="leave --port out, or give another"
+                    f"port {port} cannot be used: {error}", remedy="leave --port out, or choose another"
                 ) from None
         else:
             listener.listen(128)
@@ -64,7 +67,7 @@ def serve(folders: Sequence[Path], port: int | None, hosts: Sequence[str], say: 
     """Serve the runs in these folders until interrupted. Raises UsageError for what is not a folder."""
     for folder in folders:
         if not folder.is_dir():
-            raise UsageError(f"{folder} is no folder", remedy="give the folder of the runs, such as runs, or a run")
+            raise UsageError(f"{folder} is not a folder", remedy="name the folder of the runs, such as runs, or a run")
     with open_listener(port) as listener:
         token = secrets.token_urlsafe(24)
         say(f"runs in {', '.join(map(str, folders))}: {address(listener, token)}")
