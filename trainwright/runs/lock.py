@@ -47,10 +47,10 @@ _locks: dict[tuple[int, int], RunLock] = {}  # by device and inode, which are th
 class Holder:
     """The content of the lock file: the process that holds the lock, or held it last.
 
-    ``step`` is in progress (None: no step was begun, or all ended well). ``excused``: the process received a
-    signal to stop during ``step``. ``starting``: the process has finished few steps and raised no error. ``died_in_step`` is the step
-    in which the previous processes ``dead`` (pids) died in a row. ``sure`` is the number of these deaths, without the
-    first, that cannot be chance. These three values are reset when a later step begins.
+    ``step`` is in progress (None: no step was begun, or all ended well). ``excused``: the process received a signal to
+    stop during ``step``. ``starting``: the process has finished few steps and raised no error. ``died_in_step`` is the
+    step in which the previous processes ``dead`` (pids) died in a row. ``sure`` is the number of these deaths, without
+    the first, that cannot be chance. These three values are reset when a later step begins.
     """
 
     pid: int
