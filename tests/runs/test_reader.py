@@ -5,28 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.report_pages.runs import add, ended, started, step
 from trainwright.errors import UsageError
 from trainwright.runs import reader
+from trainwright.runs.folder import RunFolder
 from trainwright.runs.reader import MAX_LINES_KEPT, read, read_course, read_newest
-from trainwright.runs.records import Ended, Evaluated, Examined, Record, Started, Step, Unknown, Watched, to_json
-
-
-def started(step: int) -> Started:
-    return Started(time_s=0.0, step=step, version="0.1.0", pid=1)
-
-
-def step(number: int, loss: float = 1.0) -> Step:
-    floats: dict[str, Any] = dict.fromkeys(("time_s", "grad_norm", "lr", "weight", "step_s", "wait_s"), 1.0)
-    counts: dict[str, Any] = dict.fromkeys(("samples", "tokens", "skipped", "mem_bytes"), 1)
-    return Step(step=number, loss=loss, ids_hash="", **floats, **counts)
-
-
-def ended(at: int) -> Ended:
-    return Ended(time_s=0.0, ending="finished", reason="", step=at, loss=1.0, val_loss=None, skipped=0, seconds=1.0)
+from trainwright.runs.records import Ended, Evaluated, Examined, Record, Step, Unknown, Watched, to_json
 
 
 def test_broken_lines_are_skipped_and_counted(tmp_path: Path) -> None:
@@ -57,8 +44,7 @@ def test_an_empty_log_holds_nothing(tmp_path: Path) -> None:
 
 
 def test_the_course_has_the_last_record_of_each_step_and_no_past_that_was_given_up(tmp_path: Path) -> None:
-    records: list[Record] = [started(0), *(step(n) for n in (1, 2, 3, 4)), started(2), step(3, 9.0)]
-    (tmp_path / "log.jsonl").write_text("".join(f"{to_json(each)}\n" for each in records))
+    add(RunFolder(tmp_path), [started(0), *(step(n, 1.0) for n in (1, 2, 3, 4)), started(2), step(3, 9.0)])
     course = [each for each in read_course(tmp_path / "log.jsonl") if isinstance(each, Step)]
     assert [(each.step, each.loss) for each in course] == [(1, 1.0), (2, 1.0), (3, 9.0)]
 

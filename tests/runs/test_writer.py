@@ -9,23 +9,18 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.disks import small_disk
+from tests.report_pages.runs import step
 from trainwright.errors import StorageError
 from trainwright.runs.reader import read
 from trainwright.runs.records import Saved, Step
 from trainwright.runs.writer import LogWriter
-
-
-def step(number: int, loss: float, ids_hash: str) -> Step:
-    floats: dict[str, Any] = dict.fromkeys(("time_s", "grad_norm", "lr", "weight", "step_s", "wait_s"), 0.0)
-    counts: dict[str, Any] = dict.fromkeys(("samples", "tokens", "skipped", "mem_bytes"), 0)
-    return Step(step=number, loss=loss, ids_hash=ids_hash, **floats, **counts)
 
 
 def saved(step: int, path: str = "checkpoints/x") -> Saved:
@@ -33,10 +28,10 @@ def saved(step: int, path: str = "checkpoints/x") -> Saved:
 
 
 def test_appends_across_openings(tmp_path: Path) -> None:
-    for step in (1, 2):
+    for number in (1, 2):
         writer = LogWriter(tmp_path / "log.jsonl")
-        writer.write(saved(step))
-        assert read(tmp_path / "log.jsonl").records[-1] == saved(step), "it is on disk when write returns"
+        writer.write(saved(number))
+        assert read(tmp_path / "log.jsonl").records[-1] == saved(number), "it is on disk when write returns"
         writer.close()
         writer.close()
     assert read(tmp_path / "log.jsonl").records == (saved(1), saved(2))
@@ -75,7 +70,7 @@ def write_forever(log: Path, returned: int) -> None:
     """Write steps, and to the pipe ``returned`` the number of each step that was written."""
     writer = LogWriter(log)
     for number in count(1):
-        writer.write(step(number, loss=math.nan if number % 3 else 1.0, ids_hash="x" * (number * 977 % 20_000)))
+        writer.write(replace(step(number, math.nan if number % 3 else 1.0), ids_hash="x" * (number * 977 % 20_000)))
         os.write(returned, number.to_bytes(8, "little"))
 
 
