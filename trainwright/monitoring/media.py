@@ -26,17 +26,17 @@ MAX_RUN_BYTES = 2**30
 class MediaWriter:
     """Writes values to ``media/`` of a run folder and to sinks, and the record of each by ``write``.
 
-    A value that cannot be kept does not stop the run. ``say`` receives each reason once, with a remedy.
+    A value that cannot be kept does not stop the run. ``warn`` receives each reason once, with a remedy.
     """
 
     def __init__(
-        self, folder: Path, write: Callable[[Record], None], sinks: Sequence[Sink], say: Callable[[str], None]
+        self, folder: Path, write: Callable[[Record], None], sinks: Sequence[Sink], warn: Callable[[str], None]
     ) -> None:
         self._folder = folder
         self._write = write
         self._sinks = sinks
-        self._say = say
-        self._said: set[str] = set()
+        self._warn = warn
+        self._warned: set[str] = set()
         self._calls = Counter[str]()
         self._files: dict[str, int] = {}
         self._bytes: int | None = None
@@ -57,7 +57,7 @@ class MediaWriter:
             content = encode(value)
             problem = self._store(file, content)
         if problem:
-            self._say_once(problem)
+            self._warn_once(problem)
             return
         self._bytes = (self._bytes or 0) + len(content)
         self._files[name] += 1
@@ -99,10 +99,10 @@ class MediaWriter:
             return f"images and texts are not kept: {error}"
         return ""
 
-    def _say_once(self, message: str) -> None:
-        if message not in self._said:
-            self._said.add(message)
-            self._say(message)
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            self._warn(message)
 
 
 def _sizes(folder: Path) -> list[int]:

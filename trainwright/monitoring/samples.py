@@ -32,10 +32,10 @@ class TextSamples:
         self._left = sorted(at)
 
     def observe(self, _result: StepResult, state: TrainState) -> None:
-        share = state.fraction
-        if self._left and share >= self._left[0]:
-            self._left = [each for each in self._left if each > share]
-            self.show(f"{share:.0%} of the run")
+        fraction = state.fraction
+        if self._left and fraction >= self._left[0]:
+            self._left = [each for each in self._left if each > fraction]
+            self.show(f"{fraction:.0%} of the run")
 
     def show(self, title: str) -> None:
         """Print one sample now and keep it in the folder."""

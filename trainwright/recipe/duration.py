@@ -85,8 +85,8 @@ class Duration:
         return duration
 
     def __str__(self) -> str:
-        whole = self.value == int(self.value)
-        return f"{int(self.value) if whole else self.value!r}{self.unit}"
+        is_whole = self.value == int(self.value)
+        return f"{int(self.value) if is_whole else self.value!r}{self.unit}"
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:

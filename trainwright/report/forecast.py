@@ -32,12 +32,12 @@ def layout_lines(option: Option, device: Device, title: str) -> list[str]:
     loss = "loss in chunks" if layout.chunked else "plain loss"
     loss += ", optimizer on the host" if layout.offload else ""
     time, spent = option.time, option.time.spent
-    shares = ", ".join(f"{name} {seconds / option.step_s:.0%}" for name, seconds in spent.items() if seconds)
+    fractions = ", ".join(f"{name} {seconds / option.step_s:.0%}" for name, seconds in spent.items() if seconds)
     return [
         f"{title:<11} {shape} (micro-batch x accumulation), {layout.precision}, "
         f"checkpointing {layout.checkpointing}, {loss}",
         f"  peak      {human_bytes(option.peak_bytes)} of {human_bytes(usable)} usable: {verdict}",
-        f"  step      {human_seconds(option.step_s)} by the roofline ({shares}), MFU {time.mfu:.0%}",
+        f"  step      {human_seconds(option.step_s)} by the roofline ({fractions}), MFU {time.mfu:.0%}",
         f"  work      {human_flops(time.flops)}, {human_bytes(time.moved_bytes)} moved",
     ]
 
@@ -188,8 +188,11 @@ def placement_lines(placed: Placement, device: Device, title: str) -> list[str]:
     usable, peak = device.usable_bytes, placed.peak_bytes
     verdict = f"fits, {human_bytes(usable - peak)} to spare" if placed.fits else "does NOT fit"
     shape = f"{placed.micro} x {placed.accumulation} (micro-batch x accumulation), checkpointing {placed.policy}"
-    parts = [f"computes {placed.busy_s / placed.step_s:.0%}", f"waits for exchanges {_share(placed.exposed_s, placed)}"]
-    parts += [f"for other stages {_share(placed.bubble_s, placed)}"] if placed.bubble_s else []
+    parts = [
+        f"computes {placed.busy_s / placed.step_s:.0%}",
+        f"waits for exchanges {_fraction(placed.exposed_s, placed)}",
+    ]
+    parts += [f"for other stages {_fraction(placed.bubble_s, placed)}"] if placed.bubble_s else []
     zero = f", zero {placed.zero}" if placed.degrees.shard > 1 else ""
     return [
         f"{title:<11} {placed.degrees}{zero}, {shape}",
@@ -237,5 +240,5 @@ def machine_line(device: Device) -> str:
     return f"  machine   {node.ranks} ranks, {link} from one to another, {network} from it to other machines"
 
 
-def _share(seconds: float, placed: Placement) -> str:
+def _fraction(seconds: float, placed: Placement) -> str:
     return f"{seconds / placed.step_s:.0%}"

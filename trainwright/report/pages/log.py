@@ -223,10 +223,10 @@ class IncrementalLog:
                     self.unreadable = f"it has a line of more than {MAX_LINE_BYTES:,} bytes"
                     self._offset = seen.st_size
                     break
-                whole = chunk[: chunk.rfind(b"\n") + 1]  # an incomplete last line is read again when it is complete
-                self._take(whole)
-                self._offset += len(whole)
-                if len(whole) < len(chunk):
+                complete = chunk[: chunk.rfind(b"\n") + 1]  # an incomplete last line is read again when it is complete
+                self._take(complete)
+                self._offset += len(complete)
+                if len(complete) < len(chunk):
                     break
                 if time.perf_counter() >= until_s:
                     self._is_complete = file.read(1) == b""

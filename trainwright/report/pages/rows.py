@@ -114,10 +114,10 @@ def _plain(values: NDArray[np.float64]) -> list[JsonValue]:
     digits = 9 if _counts(values) else 6
     factor = 10.0 ** np.clip(digits - 1 - np.floor(np.log10(size)), 0, 300)
     short = np.where(finite & (size < 1e200), np.round(np.where(finite, values, 0.0) * factor) / factor, values)
-    whole: list[JsonValue] = [int(each) if each.is_integer() and abs(each) < 2**53 else each for each in short.tolist()]
+    plain: list[JsonValue] = [int(each) if each.is_integer() and abs(each) < 2**53 else each for each in short.tolist()]
     for index in np.flatnonzero(~finite):
-        whole[index] = None if np.isnan(values[index]) else NOT_FINITE
-    return whole
+        plain[index] = None if np.isnan(values[index]) else NOT_FINITE
+    return plain
 
 
 def _counts(values: NDArray[np.float64]) -> bool:

@@ -260,18 +260,9 @@ class RunView:
     @property
     def unreadable(self) -> dict[str, str]:
         """The reason why each unreadable document is not shown, by the name of its file."""
-        for _ in (
-            self.recipe,
-            self.plan,
-            self.provenance,
-            self.model,
-            self.bad_cases,
-            self.supervision,
-            self.profile,
-            self.pictures,
-            self.all_marks,
-        ):
-            pass
+        names = "recipe plan provenance model bad_cases supervision profile pictures all_marks"
+        for document in names.split():
+            getattr(self, document)  # is read at the first access
         return self._unreadable
 
     @cached_property

@@ -332,24 +332,24 @@ def _curves(view: RunView, known: PageState) -> dict[str, JsonValue]:
     """Return the new rows; if the page has none, or there are many new ones, all rows, thinned."""
     log = view.log
     fresh = log.read_rows - known.read
-    whole = known.log != log.name or not (known.complete and log.is_complete) or known.rows + fresh > MAX_NEW_ROWS
-    curves = curves_of(view) if whole else curves_of(view, after=known.read)
-    known.rows = 0 if whole else known.rows + fresh
+    is_full = known.log != log.name or not (known.complete and log.is_complete) or known.rows + fresh > MAX_NEW_ROWS
+    curves = curves_of(view) if is_full else curves_of(view, after=known.read)
+    known.rows = 0 if is_full else known.rows + fresh
     known.log = log.name
     known.read = log.read_rows
     known.complete = log.is_complete
-    readings = readings_of(view) if whole or known.readings != log.readings.count else None
+    readings = readings_of(view) if is_full or known.readings != log.readings.count else None
     known.readings = log.readings.count
-    media = log.media.to_json() if whole or known.media != log.media.count else None
+    media = log.media.to_json() if is_full or known.media != log.media.count else None
     known.media = log.media.count
-    layers = _layers(view, known, whole=whole)
-    return {**curves, "whole": whole, "readings": readings, "layers": layers, "media": media}
+    layers = _layers(view, known, is_full=is_full)
+    return {**curves, "whole": is_full, "readings": readings, "layers": layers, "media": media}
 
 
-def _layers(view: RunView, known: PageState, *, whole: bool) -> JsonValue:
+def _layers(view: RunView, known: PageState, *, is_full: bool) -> JsonValue:
     """Return the maps by layer if they are new. A busy run has new ones each second, and they are large."""
     count, now_s = view.log.layers.count + view.log.output_grads.count, time.monotonic()
-    if not whole and (count == known.layers or now_s - known.layers_s < LAYERS_INTERVAL_S):
+    if not is_full and (count == known.layers or now_s - known.layers_s < LAYERS_INTERVAL_S):
         return None
     known.layers, known.layers_s = count, now_s
     return view.log.heat_maps
