@@ -27,7 +27,6 @@ class Installed:
     exit_code = 0
 
     def lines(self) -> list[str]:
-        """Return the text output."""
         lines = [f"written: {self.folder / each}" for each in self.written]
         lines += [f"unchanged: {self.folder / each}" for each in self.unchanged]
         return [
@@ -37,7 +36,6 @@ class Installed:
         ]
 
     def to_json(self) -> dict[str, JsonValue]:
-        """Return the output of ``--json``."""
         return {"folder": str(self.folder), "written": list(self.written), "unchanged": list(self.unchanged)}
 
 

@@ -69,11 +69,11 @@ def init(
 def check(recipe: RecipeOrFunction, settings: Settings = None, as_json: Json = False) -> None:
     """Check if a recipe would train: one line for each verdict, with its remedy; exit 3 if it would not."""
     subject = subject_of(recipe, settings)
-    from trainwright.commands.check.check import check as look
+    from trainwright.commands.check.check import check as check_recipe
 
     with user_output_to_stderr(as_json):
-        seen = look(*subject.build(()), tell=line_printer(as_json))
-    finish(seen, as_json)
+        result = check_recipe(*subject.build(()), say=line_printer(as_json))
+    finish(result, as_json)
 
 
 @verb()

@@ -60,11 +60,9 @@ class OptimizerComparison:
 
     @property
     def exit_code(self) -> int:
-        """1 if a run failed, else 0."""
         return int(any(not each.trial.steps or each.trial.ended == "failed" for each in self.rows))
 
     def lines(self) -> list[str]:
-        """Return the table."""
         head = ("optimizer", "lr", self.loss_name, "s/step", "seconds", "memory", "")
         body = [
             (
@@ -81,7 +79,6 @@ class OptimizerComparison:
         return [*in_columns([head, *body]), str(self.folder)]
 
     def to_json(self) -> dict[str, object]:
-        """Return the object that ``--json`` prints."""
         return {"folder": str(self.folder), "loss": self.loss_name, "rows": [each.to_json() for each in self.rows]}
 
 

@@ -70,7 +70,6 @@ class Exported:
     stepped_over: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, object]:
-        """Return the object that ``--json`` prints."""
         return {**vars(self), "path": str(self.path), "stepped_over": list(self.stepped_over)}
 
 

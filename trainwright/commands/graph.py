@@ -37,11 +37,9 @@ class GraphPicture:
     folded: Folded
 
     def lines(self) -> list[str]:
-        """Return the text output."""
         return graph_text(self.headline, self.folded)
 
     def svg(self) -> str:
-        """Return the drawing as an SVG document."""
         return graph_svg(self.headline, self.folded)
 
     def to_json(self) -> dict[str, object]:

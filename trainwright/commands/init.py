@@ -52,13 +52,11 @@ class NewProject:
     exit_code = 0
 
     def lines(self) -> list[str]:
-        """Return the folder, and the commands to run next."""
         installs = [f"  {install_remedy(module)}" for module in self.missing]
         steps = [f"  cd {self.folder}", *installs, *(f"  {command}" for command in self.commands)]
         return [f"{self.folder}: {', '.join(self.files)}", "next:", *steps]
 
     def to_json(self) -> dict[str, object]:
-        """Return the object that ``--json`` prints."""
         return {
             "kind": self.kind,
             "folder": str(self.folder),

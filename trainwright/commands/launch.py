@@ -73,7 +73,6 @@ class JobFile:
         return self.text.splitlines() if self.path is None else [str(self.path), f"  {self.submit} {self.path}"]
 
     def to_json(self) -> dict[str, object]:
-        """Return the object that ``--json`` prints."""
         return {"text": self.text, "path": None if self.path is None else str(self.path), "exit": 0}
 
     def written(self, path: Path | None) -> JobFile:

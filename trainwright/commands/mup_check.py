@@ -72,7 +72,6 @@ class MupCheck:
 
     @property
     def is_stable(self) -> bool:
-        """True if every layer is stable over the widths."""
         return all(layer.verdict == "stable" for layer in self.layers)
 
     @property
@@ -80,7 +79,6 @@ class MupCheck:
         return 0 if self.is_stable else 3
 
     def lines(self) -> list[str]:
-        """Return the table as text."""
         names = max(map(len, ["layer", *(layer.name for layer in self.layers)]))
         width = ", ".join(map(str, self.widths))
         found = [f"after {self.steps} steps at widths {width}: slope of log size over log width, 0 is flat"]

@@ -96,7 +96,6 @@ class NewCheck:
     exit_code = 0
 
     def lines(self) -> list[str]:
-        """Return the text output."""
         return [
             f"check  {self.check}",
             f"test   {self.test}",
@@ -105,7 +104,6 @@ class NewCheck:
         ]
 
     def to_json(self) -> dict[str, JsonValue]:
-        """Return the object that ``--json`` prints."""
         return {"check": str(self.check), "test": str(self.test)}
 
 

@@ -75,7 +75,6 @@ class ShownPlan:
         return 0 if self.forecast.written.fits else 3
 
     def lines(self) -> list[str]:
-        """Return the text output: one screen."""
         made, device = self.forecast, self.forecast.device
         trained = "" if made.trainable == made.parameters else f", {made.trainable:,} of them trained"
         lines = [
@@ -155,7 +154,6 @@ class ShownPlan:
         return f"; {margin} are left out of what is usable for them" if op == "reserved" else ""
 
     def to_json(self) -> dict[str, object]:
-        """Return the object that ``--json`` prints."""
         made, device = self.forecast, self.forecast.device
         peak = made.trace.peak
         return {
@@ -350,11 +348,9 @@ class RanksPlan:
 
     @property
     def exit_code(self) -> int:
-        """0 if the recipe as written fits, else 3."""
         return 0 if self.written.fits else 3
 
     def lines(self) -> list[str]:
-        """Return the text output."""
         size = f"{self.parameters:,} parameters, {self.size:,} samples a step, {self.ranks:,} ranks"
         return [
             f"plan        {self.name}: {size}",
@@ -391,7 +387,6 @@ class RanksPlan:
         )
 
     def to_json(self) -> dict[str, object]:
-        """Return the object that ``--json`` prints."""
         return {
             "recipe": self.name,
             "device": self.device.name,

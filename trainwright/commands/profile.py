@@ -190,12 +190,10 @@ class ProfiledRun:
     exit_code = 0
 
     def lines(self) -> list[str]:
-        """Return the text output."""
         trace = self.folder / "traces" / TRACE
         return [*self.profile.lines(), f"trace     {trace}  (ui.perfetto.dev opens it)", f"folder    {self.folder}"]
 
     def to_json(self) -> Mapping[str, object]:
-        """Return the object that ``--json`` prints."""
         return {"run": str(self.folder), **self.profile.to_json()}
 
 

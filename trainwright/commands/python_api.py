@@ -15,7 +15,7 @@ from torch import nn
 
 from trainwright.checkpoint.rng import RngBag
 from trainwright.commands.check.check import check as check_recipe
-from trainwright.commands.check.verdict import Checkup
+from trainwright.commands.check.verdict import CheckResult
 from trainwright.commands.lr_range import run_lr_range
 from trainwright.commands.mup_check import STEPS, WIDTHS, MupCheck, build_by_width, check_widths, draw
 from trainwright.commands.plan import ShownPlan, show_plan
@@ -50,7 +50,7 @@ def check(
     *,
     quiet: bool = False,
     **options: Unpack[FitOptions],
-) -> Checkup:
+) -> CheckResult:
     """Check if ``tw.fit`` with these arguments would train, as ``trainwright check`` does for a recipe.
 
     Args:
@@ -69,7 +69,7 @@ def check(
     """
     with _without_a_trace():
         loaded, parts = subject(model, data, loss, options).build(())
-        return check_recipe(loaded, parts, tell=_say(quiet))
+        return check_recipe(loaded, parts, say=_say(quiet))
 
 
 def plan(

@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 from trainwright.commands.check.check import Budget, check
-from trainwright.commands.check.verdict import Checkup
+from trainwright.commands.check.verdict import CheckResult
 from trainwright.recipe import from_mapping
 
 PARTS = "tests.commands.check.parts"
@@ -45,12 +45,12 @@ def recipe(changes: Mapping[str, Any]) -> dict[str, Any]:
     return mapping
 
 
-def checked(changes: Mapping[str, Any], budget: Budget = AMPLE) -> Checkup:
+def checked(changes: Mapping[str, Any], budget: Budget = AMPLE) -> CheckResult:
     return checked_once(json.dumps(recipe(changes)), budget)
 
 
 @cache
-def checked_once(mapping: str, budget: Budget) -> Checkup:
+def checked_once(mapping: str, budget: Budget) -> CheckResult:
     """Cached, because tests of several faults use the same recipe."""
     return check(from_mapping(json.loads(mapping)), budget=budget)
 

@@ -95,10 +95,10 @@ class Augmented(Dataset[Any]):
 
 
 class Slow(Augmented):
-    """Takes 5 ms to read a sample."""
+    """Takes 2 ms to read a sample."""
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        time.sleep(0.005)
+        time.sleep(0.002)
         return super().__getitem__(index)
 
 

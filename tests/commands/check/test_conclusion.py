@@ -15,7 +15,7 @@ from tests.commands.check.checked import AMPLE, UNTRAINED, checked, model
 from trainwright.commands.check.learning import ONE_BATCH_MAX_STEPS, BatchFit, RateEvidence, by_heart, learning_rate
 from trainwright.commands.check.samples import _parts
 from trainwright.commands.check.smoke import SmokeRun, afterwards, diagnosed, trained
-from trainwright.commands.check.verdict import Checkup, Verdict
+from trainwright.commands.check.verdict import CheckResult, Verdict
 from trainwright.engine.lr_range import LrRange
 from trainwright.runs.records import Found
 
@@ -161,7 +161,7 @@ def test_a_warning_does_not_hide_a_critical_finding_of_the_same_kind() -> None:
         code="optim.lr_too_high", severity="critical", step=1, symptom="a", cause="b", remedy="c", sure=0.9, time_s=0.0
     )
     smoke = run(0.7, 0.2, watched=True, findings=[found])
-    checkup = Checkup("recipe.yaml")
+    checkup = CheckResult("recipe.yaml")
     checkup.add(Verdict("warn", "learning rate", "", "lower it", "optim.lr_too_high"))
     assert [each.word for each in diagnosed(smoke, checkup)] == ["fail"]
     checkup.add(Verdict("fail", "learning rate", "", "lower it", "optim.lr_too_high"))
@@ -182,7 +182,7 @@ def test_a_warning_does_not_hide_a_critical_finding_of_the_same_kind() -> None:
     ],
 )
 def test_the_conclusion(word: Any, complete: bool, learns: bool, trains: bool | None, words: str) -> None:
-    checkup = Checkup("recipe.yaml", complete=complete, learns=learns)
+    checkup = CheckResult("recipe.yaml", complete=complete, learns=learns)
     checkup.add(Verdict(word, "labels", "", "fix them"))
     assert checkup.trains is trains and checkup.to_json()["trains"] is trains
     assert words in checkup.summary()

@@ -13,7 +13,7 @@ from torch import nn
 
 from trainwright.assembly import assemble
 from trainwright.assembly.assemble import Parts, build_dataset, build_loss, build_model, count_parameters
-from trainwright.checkpoint.rng import preserved_rng, seed_all
+from trainwright.checkpoint.rng import seed_all
 from trainwright.commands.check import data, learning, resources
 from trainwright.commands.check.data import alignment, contradictions
 from trainwright.commands.check.first_batch import (
@@ -21,7 +21,6 @@ from trainwright.commands.check.first_batch import (
     first_batch,
     fits,
     gradients,
-    ignored_by,
     initial_loss,
     right_loss,
 )
@@ -29,7 +28,7 @@ from trainwright.commands.check.learning import BatchFit, RateEvidence, learning
 from trainwright.commands.check.samples import DatasetSample, read
 from trainwright.commands.check.sandbox import Sandbox, untouched
 from trainwright.commands.check.smoke import SMOKE_STEPS, SmokeRun, afterwards, diagnosed, smoke, trained
-from trainwright.commands.check.verdict import Checkup, Verdict, supervised
+from trainwright.commands.check.verdict import CheckResult, Verdict, supervised
 from trainwright.data.loading import Loading, StepBatches
 from trainwright.distributed import choose_device
 from trainwright.distributed.memory import free_bytes
@@ -71,8 +70,8 @@ class _Progress:
     loaded: Loaded
     device: torch.device
     budget: Budget
-    checkup: Checkup
-    given: Parts | None = None
+    result: CheckResult
+    objects: Parts | None = None
     train: DatasetSample = field(default_factory=lambda: DatasetSample(None))
     val: DatasetSample | None = None
     aligned: bool = False
@@ -82,61 +81,52 @@ class _Progress:
 
     def add(self, verdicts: Iterable[Verdict]) -> None:
         for verdict in verdicts:
-            self.checkup.add(verdict)
+            self.result.add(verdict)
 
     @property
     def failed(self) -> bool:
-        return self.checkup.exit_code != 0
+        return bool(self.result.failed)
 
 
 def check(
     loaded: Loaded,
-    given: Parts | None = None,
+    objects: Parts | None = None,
     *,
     budget: Budget = Budget(),
-    tell: Callable[[str], None] = lambda _text: None,
-) -> Checkup:
-    """Check everything that can keep a recipe from training. Leaves no file and no setting behind.
+    say: Callable[[str], None] = lambda _text: None,
+) -> CheckResult:
+    """Check everything that can prevent a recipe from training. Leaves no file and no setting behind.
 
-    The model is not compiled here.
+    The model is not compiled. ``objects`` replace those that the recipe names. They are trained, and must not be used
+    afterwards. ``say`` receives each verdict as text at once.
 
-    Args:
-        loaded: The recipe.
-        given: Live objects that replace those in the recipe. They are trained, and must not be used afterwards.
-        budget: Seconds for each part.
-        tell: Receives each verdict as text at once.
-
-    Raises:
-        RecipeError: The recipe names something that cannot be built.
-        UsageError: The objects have no loss.
+    Raises RecipeError for a recipe that names something that cannot be built, UsageError for objects without a loss.
     """
     begin_s = time.perf_counter()
-    require_loss(given, "check")
+    require_loss(objects, "check")
     recipe = loaded.recipe
     plain = recipe.model.model_copy(update={"compile": False})
     quick = replace(loaded, recipe=recipe.model_copy(update={"model": plain}))
-    checkup = Checkup(loaded.source.name, tell)
-    with process_settings(), preserved_rng(), warnings.catch_warnings():
+    result = CheckResult(loaded.source.name, say, complete=False)
+    with process_settings(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        progress = _Progress(quick, choose_device(recipe.device), budget, checkup, given)
+        progress = _Progress(quick, choose_device(recipe.device), budget, result, objects)
         try:
-            with all_problems_reported(quick, given):
-                checkup.complete = _check_all(progress)
+            with all_problems_reported(quick, objects):
+                result.complete = _check_all(progress)
         except _CannotContinue:
-            checkup.complete = False
+            pass
         except (RecipeError, MissingExtra):
             raise
         except TrainwrightError as error:
-            checkup.complete = False
-            checkup.add(Verdict("fail", "run", error.message, error.remedy))
+            result.add(Verdict("fail", "run", error.message, error.remedy))
         except Exception as error:  # from the user's model, loss or data in one of the short trainings
-            checkup.complete = False
-            checkup.add(Verdict("fail", "run", text_of(error, lines=1), "call the model and the loss by hand"))
-        if progress.open_question and all(each.what != progress.open_question.what for each in checkup.verdicts):
-            checkup.add(progress.open_question)
-    checkup.seconds = time.perf_counter() - begin_s
-    tell(checkup.summary())
-    return checkup
+            result.add(Verdict("fail", "run", text_of(error, lines=1), "call the model and the loss by hand"))
+        if progress.open_question and all(each.what != progress.open_question.what for each in result.verdicts):
+            result.add(progress.open_question)
+    result.seconds = time.perf_counter() - begin_s
+    say(result.summary())
+    return result
 
 
 def _check_all(progress: _Progress) -> bool:
@@ -167,7 +157,7 @@ def _build(progress: _Progress) -> tuple[Parts, list[Verdict], int]:
     loaded, available_bytes = progress.loaded, free_bytes(progress.device)
     try:
         seed_all(loaded.recipe.seed)
-        parts = progress.given or _named_parts(progress, loaded, available_bytes)
+        parts = progress.objects or _named_parts(progress, loaded, available_bytes)
         resolved = resolve(loaded, resources.device_of(progress.device), parts=parts)
         progress.loaded = resolved.loaded
         predicted = list(resources.predicted(resolved.loaded, parts, progress.device))
@@ -223,7 +213,7 @@ def _check_data(progress: _Progress, parts: Parts) -> None:
         if found[0].word == "cannot tell":
             progress.open_question = found[0]
         else:
-            progress.checkup.add(found[0])
+            progress.add([found[0]])
 
 
 def _check_first_batch(progress: _Progress, parts: Parts) -> None:
@@ -254,7 +244,7 @@ def _check_first_batch(progress: _Progress, parts: Parts) -> None:
         progress.seen = seen = first_batch(parts, step.micro[0])
     progress.add(data.scale(progress.train, normalised_inside=seen.begins_with_norm))
     progress.add(data.ids_fit(progress.train, seen.rows))
-    progress.add(data.labels(progress.train, seen.classes, ignored_by(seen)))
+    progress.add(data.labels(progress.train, seen.classes, seen.ignored))
     for verdicts in (fits, initial_loss, gradients):
         progress.add(verdicts(seen))
     progress.add(right_loss(seen, progress.train))
@@ -271,9 +261,9 @@ def _check_training(progress: _Progress, job: Job) -> None:
     progress.add(resources.speed(sandbox, computing_s))
     if not measures_progress(job.parts.loss):
         run = smoke(sandbox, budget_s=budget.smoke_s, step_s=step_s, max_steps=budget.smoke_steps, guess=None)
-        seen_as = "the value of this loss does not measure progress"
-        progress.add([Verdict("cannot tell", "learning rate", seen_as, "follow the metrics of the run")])
-        progress.add(diagnosed(run, progress.checkup))
+        why = "the value of this loss does not measure progress"
+        progress.add([Verdict("cannot tell", "learning rate", why, "follow the metrics of the run")])
+        progress.add(diagnosed(run, progress.result))
         progress.add(afterwards(run))
         return
     found = learning.range_test(sandbox, budget_s=budget.range_s, step_s=computing_s)
@@ -281,26 +271,22 @@ def _check_training(progress: _Progress, job: Job) -> None:
     fits = _learn_one_batch(progress, sandbox, found)
     run = smoke(sandbox, budget_s=budget.smoke_s, step_s=step_s, max_steps=budget.smoke_steps, guess=_guess(progress))
     lr = job.lr
-    rate = RateEvidence(lr, _num_steps(job, step_s), moved, found, fits, run)
-    progress.checkup.add(learning_rate(rate))
+    num_steps = job.plan.extent.steps or (job.plan.extent.seconds or 0.0) / step_s
+    progress.add([learning_rate(RateEvidence(lr, num_steps, moved, found, fits, run))])
     chance = seen.loss_call.chance() if seen.loss_call else None
-    progress.add(learning.by_heart(fits, lr, inputs_vary=_vary(progress.train), chance=chance))
+    inputs_vary = len({item.digest for item in progress.train.items[:64]}) > 1
+    progress.add(learning.by_heart(fits, lr, inputs_vary=inputs_vary, chance=chance))
     progress.add(trained(run, lr))
     progress.add(_unrelated(progress, run, learning.best_of(fits)))
-    progress.add(diagnosed(run, progress.checkup))
+    progress.add(diagnosed(run, progress.result))
     progress.add(afterwards(run))
-    by_heart = any(fit.lr == lr and fit.fell >= learning.LEARNED_LOSS_FALL for fit in fits)
-    progress.checkup.learns = by_heart if run.learned is None else run.learned
+    memorized = any(fit.lr == lr and fit.fell >= learning.LEARNED_LOSS_FALL for fit in fits)
+    progress.result.learns = memorized if run.learned is None else run.learned
 
 
 def _step_s(job: Job) -> float:
-    """Return the seconds of a step from the dry run: reading, forward, backward and, on one process, the update."""
+    """Return the seconds of a step in the dry run, with the wait for its batch."""
     return max(job.plan.predicted.step_s or 0.0, 1e-4 + job.measured.reading.wait_s)
-
-
-def _num_steps(job: Job, step_s: float) -> float:
-    """Return the steps of the full run, estimated from the dry run if its length is in seconds."""
-    return job.plan.extent.steps or (job.plan.extent.seconds or 0.0) / step_s
 
 
 def _guess(progress: _Progress) -> float | None:
@@ -331,11 +317,6 @@ def _learn_one_batch(progress: _Progress, sandbox: Sandbox, found: LrRange | Non
         if tried[-1].fell >= learning.LEARNED_LOSS_FALL:
             break
     return tried
-
-
-def _vary(train: DatasetSample) -> bool:
-    """Return True if the first samples have different inputs."""
-    return len({item.digest for item in train.items[:64]}) > 1
 
 
 def _unrelated(progress: _Progress, run: SmokeRun, fit: BatchFit) -> Iterator[Verdict]:

@@ -23,9 +23,9 @@ IGNORE = -100
 MAX_INPUT_RMS = 10.0
 """Root mean square of the inputs above which training suffers."""
 MAX_SCALE_RATIO = 1e3
-"""Ratio of the scales of two columns above which training suffers."""
+"""Deviation of a column / median deviation of all columns, above which training suffers."""
 MIN_DISTINCT_INPUT_VALUES = 8
-"""Inputs with fewer values are often equal by chance. Rows of token ids need four times as many."""
+"""Integer inputs with fewer values are often equal by chance. Rows of token ids need four times as many."""
 MAX_OVERLAP = 0.01
 """Fraction of validation samples that are also in the training set, above which there is a warning."""
 FAILING_OVERLAP = 0.5
@@ -74,7 +74,9 @@ def _is_bad(x: torch.Tensor) -> bool:
 
 
 def scale(train: DatasetSample, *, normalised_inside: bool) -> Iterator[Verdict]:
-    """Check that inputs vary around 0 with deviation 1. ``normalised_inside``: the model starts with a norm."""
+    """Check that inputs vary, and that their scale suits training. ``normalised_inside``: the model begins with a norm
+    layer.
+    """
     x, ids = train.features(), (torch.int32, torch.int64)
     if x is None or len(x) < 4 or not np.isfinite(x).all():
         return
@@ -152,29 +154,29 @@ def labels(train: DatasetSample, classes: int | None, ignored: int = IGNORE) -> 
     message = f"{len(values)} classes, {values[0]} to {values[-1]}; the largest has {counts.max() / len(counted):.0%}"
     if len(values) == 1 and len(counted) >= 32:
         remedy = "check how labels are read; of a sorted dataset, that all of it is"
-        yield Verdict("fail" if train.whole else "warn", "labels", f"all {len(counted)} are {values[0]}", remedy)
+        yield Verdict("fail" if train.is_complete else "warn", "labels", f"all {len(counted)} are {values[0]}", remedy)
     else:
         yield Verdict("ok", "labels", message)
 
 
 def _dense_targets(train: DatasetSample, classes: int | None, ignored: int) -> Iterator[Verdict]:
     """Check targets with a class for each token or pixel."""
-    whole = [(item.id, item.target) for item in train.items if item.target is not None]
-    if classes is None or not whole or any(y.dtype != torch.int64 or y.numel() < 2 for _, y in whole):
+    targets = [(item.id, item.target) for item in train.items if item.target is not None]
+    if classes is None or not targets or any(y.dtype != torch.int64 or y.numel() < 2 for _, y in targets):
         return
-    for position, y in whole:
+    for position, y in targets:
         wrong = y[(y != ignored) & ((y < 0) | (y >= classes))]
         if len(wrong):
             message = f"sample {position} has {int(wrong[0])} among its targets, they must be 0 to {classes - 1}"
             remedy = f"give the model more outputs, or repair the data; the target to leave out is {ignored}"
             yield Verdict("fail", "labels", message, remedy, "data.label_out_of_range")
             return
-    yield Verdict("ok", "labels", f"{sum(y.numel() for _, y in whole):,} targets lie within 0 to {classes - 1}")
+    yield Verdict("ok", "labels", f"{sum(y.numel() for _, y in targets):,} targets lie within 0 to {classes - 1}")
 
 
 def ids_fit(train: DatasetSample, rows: int | None) -> Iterator[Verdict]:
     """Check that the embedding of the model's first input has a row for each id."""
-    if rows is None or not train.tokens:
+    if rows is None or not train.has_token_ids:
         return
     for item in train.items:
         ids = item.inputs[0]
@@ -194,7 +196,7 @@ def _real_targets(train: DatasetSample) -> Iterator[Verdict]:
     message = f"real numbers, mean {mean:.3g}, deviation {std:.3g}"
     if len(y) >= 4 and not y.std(0).any():
         remedy = "check how targets are read: there is nothing to learn"
-        yield Verdict("fail" if train.whole else "warn", "targets", f"all are the same: {message}", remedy)
+        yield Verdict("fail" if train.is_complete else "warn", "targets", f"all are the same: {message}", remedy)
     elif max(abs(mean), std) > 100:
         yield Verdict("warn", "targets", message, "standardise the targets, and undo it after predicting")
     else:
@@ -203,25 +205,25 @@ def _real_targets(train: DatasetSample) -> Iterator[Verdict]:
 
 def repeated(train: DatasetSample) -> Iterator[Verdict]:
     """Yield a verdict on samples that occur in the training set more than once."""
-    if len(train.items) < 8 or not_comparable(train):
+    if len(train.items) < 8 or _why_not_comparable(train):
         return
     counts = Counter(item.digest for item in train.items)
     twice = sum(n - 1 for n in counts.values())
-    share = twice / len(train.items)
-    if share > MAX_OVERLAP and len(counts) > 1:
+    if twice > MAX_OVERLAP * len(train.items) and len(counts) > 1:
         first = next(digest for digest, n in counts.items() if n > 1)
         where = [item.id for item in train.items if item.digest == first][:2]
         yield Verdict(
             "warn",
             "duplicates",
-            f"{share:.0%} of the samples repeat an earlier one, such as {where[1]}, which equals {where[0]}",
+            f"{twice / len(train.items):.0%} of the samples repeat an earlier one, such as {where[1]}, which equals "
+            f"{where[0]}",
             "remove them before the split: they weigh more, and end up on both sides of it",
         )
     elif len(counts) > 1:
         yield Verdict("ok", "duplicates", f"{twice} among {len(train.items):,} samples")
 
 
-def not_comparable(samples: DatasetSample) -> str:
+def _why_not_comparable(samples: DatasetSample) -> str:
     """Return the reason why equal inputs prove nothing; "" if there is none."""
     first = samples.items[0].inputs if samples.items else ()
     if samples.random:
@@ -229,7 +231,7 @@ def not_comparable(samples: DatasetSample) -> str:
     size = sum(x.numel() for x in first)
     parts = (x for item in samples.items for x in item.inputs)
     if all(not x.is_floating_point() or bool((x == x.round()).all()) for x in parts) and size < (
-        4 * MIN_DISTINCT_INPUT_VALUES if samples.tokens else MIN_DISTINCT_INPUT_VALUES
+        4 * MIN_DISTINCT_INPUT_VALUES if samples.has_token_ids else MIN_DISTINCT_INPUT_VALUES
     ):
         return "inputs of so few values are often equal"
     return "" if size else "inputs are not tensors"
@@ -248,7 +250,7 @@ def overlap(train: DatasetSample, val: DatasetSample | None) -> Iterator[Verdict
     if train.size is None or val.size is None or not train.items or not val.items:
         yield Verdict("cannot tell", "validation", "overlap with the training set: one of them is a stream")
         return
-    if why := not_comparable(train) or not_comparable(val):
+    if why := _why_not_comparable(train) or _why_not_comparable(val):
         yield Verdict("cannot tell", "validation", f"overlap with the training set: {why}")
         return
     yield _overlap(train, val)
@@ -259,18 +261,19 @@ def _overlap(train: DatasetSample, val: DatasetSample) -> Verdict:
     known = {item.digest: item.id for item in train.items}
     both = [item for item in val.items if item.digest in known]
     covered = len(train.items) / (train.size or 1)
-    share = min(1.0, len(both) / len(val.items) / covered)
+    fraction = min(1.0, len(both) / len(val.items) / covered)
     by_chance = 0.0  # rows that are frequent in the data occur in both sets, and in any part of them that is read
-    if not train.whole:
+    if not train.is_complete:
         twice = len(train.items) - len(known)
         by_chance = 4 * twice * len(val.items) / len(train.items) + 2
-    if len(both) >= 2 and share > MAX_OVERLAP and len(both) > by_chance:
+    if len(both) >= 2 and fraction > MAX_OVERLAP and len(both) > by_chance:
         first = both[0]
-        about = "" if train.whole else "about "
+        about = "" if train.is_complete else "about "
         return Verdict(
-            "fail" if share > FAILING_OVERLAP else "warn",
+            "fail" if fraction > FAILING_OVERLAP else "warn",
             "validation",
-            f"{about}{share:.0%} of its samples are in the training set too: {first.id} is {known[first.digest]} there",
+            f"{about}{fraction:.0%} of its samples are in the training set too: {first.id} is {known[first.digest]} "
+            "there",
             "split before anything else, by source (patient, document) and not by sample",
             code="data.train_val_overlap",
         )
@@ -285,9 +288,9 @@ def batch_fits(
         return
     last = 0 if drop_last else (train.size % size) % micro
     if size > train.size:
-        word, remedy = "warn", f"set batch.size to {train.size} or less"
         message = f"a batch of {size} is larger than the training set ({train.size}): each step sees all of it"
-        yield Verdict("fail" if drop_last else word, "batch size", message, remedy)  # type: ignore[arg-type]
+        remedy = f"set batch.size to {train.size} or less"
+        yield Verdict("fail" if drop_last else "warn", "batch size", message, remedy)
     if has_batch_norm and (micro == 1 or last == 1):
         which = "micro-batches" if micro == 1 else "the last micro-batch of each epoch"
         yield Verdict(
@@ -307,8 +310,8 @@ def majority(labels: NDArray[np.int64]) -> float:
 def entropy(labels: NDArray[np.int64], ignored: int = IGNORE) -> float:
     """Return the entropy of the class frequencies in nats, without the label ``ignored``."""
     counted = labels[labels != ignored]
-    share = np.unique(counted, return_counts=True)[1] / max(1, len(counted))
-    return float(-(share * np.log(share)).sum())
+    frequencies = np.unique(counted, return_counts=True)[1] / max(1, len(counted))
+    return float(-(frequencies * np.log(frequencies)).sum())
 
 
 Arrays: TypeAlias = tuple[NDArray[np.float64], NDArray[np.int64]]
@@ -331,7 +334,7 @@ def alignment(train: DatasetSample, val: DatasetSample | None) -> tuple[Verdict,
     near, base = _neighbours(x), majority(y)
     now = _accuracy(near, y)
     message = f"nearest neighbours predict {now:.0%} of the labels, chance {base:.0%}"
-    if now > base + 4 * _error(base, len(y)):
+    if now > base + 4 * _standard_error(base, len(y)):
         return Verdict("ok", "alignment", message), True
     for shift in SHIFTS:
         then = _shifted(train, near, y, shift)
@@ -340,7 +343,7 @@ def alignment(train: DatasetSample, val: DatasetSample | None) -> tuple[Verdict,
     if val is not None and train.random and (both := _equally_many(train, val)) is not None:
         (here_x, here_y), (there_x, there_y) = both
         here, there = _accuracy(_neighbours(here_x), here_y), _accuracy(_neighbours(there_x), there_y)
-        noise = 4 * math.hypot(_error(here, len(here_y)), _error(there, len(there_y)))
+        noise = 4 * math.hypot(_standard_error(here, len(here_y)), _standard_error(there, len(there_y)))
         if there > majority(there_y) + MIN_ACCURACY_GAIN and there > here + max(MIN_ACCURACY_GAIN, noise):
             return _destroyed(message, there), False
     return Verdict("cannot tell", "alignment", f"{message}: inputs alone do not decide it"), False
@@ -348,7 +351,7 @@ def alignment(train: DatasetSample, val: DatasetSample | None) -> tuple[Verdict,
 
 def contradictions(train: DatasetSample) -> Iterator[Verdict]:
     """Yield a verdict on equal inputs with different labels."""
-    if train.labels() is None or not_comparable(train):
+    if train.labels() is None or _why_not_comparable(train):
         return
     seen: dict[str, tuple[int, int]] = {}
     clash = []
@@ -412,12 +415,15 @@ def _neighbours(x: NDArray[np.float64]) -> NDArray[np.int64]:
     return np.argpartition(distance, k - 1, axis=1)[:, :k]
 
 
-def _accuracy(near: NDArray[np.int64], y: NDArray[np.int64]) -> float:
-    """Return the fraction of samples whose class is the most frequent one among their neighbours."""
+def _accuracy(near: NDArray[np.int64], y: NDArray[np.int64], some: NDArray[np.bool_] | None = None) -> float:
+    """Return the fraction of the samples ``some`` (None: all) whose class is the most frequent one among their
+    neighbours.
+    """
     classes, codes = np.unique(y, return_inverse=True)
     votes = np.zeros((len(y), len(classes)))
     np.add.at(votes, (np.arange(len(y))[:, None], codes[near]), 1.0)
-    return float((votes.argmax(1) == codes).mean())
+    right = votes.argmax(1) == codes
+    return float((right if some is None else right[some]).mean())
 
 
 def _shifted(train: DatasetSample, near: NDArray[np.int64], y: NDArray[np.int64], shift: int) -> float | None:
@@ -427,13 +433,8 @@ def _shifted(train: DatasetSample, near: NDArray[np.int64], y: NDArray[np.int64]
     known = other >= 0
     if known.sum() < MIN_SAMPLES:
         return None
-    labels = np.where(known, y[other], y)
-    classes, codes = np.unique(labels, return_inverse=True)
-    votes = np.zeros((len(y), len(classes)))
-    np.add.at(votes, (np.arange(len(y))[:, None], codes[near]), 1.0)
-    return float((votes.argmax(1) == codes)[known].mean())
+    return _accuracy(near, np.where(known, y[other], y), known)
 
 
-def _error(share: float, count: int) -> float:
-    """Return the standard error of a fraction."""
-    return math.sqrt(share * (1 - share) / count)
+def _standard_error(fraction: float, count: int) -> float:
+    return math.sqrt(fraction * (1 - fraction) / count)

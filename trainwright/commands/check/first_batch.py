@@ -55,7 +55,7 @@ class LossCall:
         return float(function(self.output.float(), self._target(), **options))
 
     def chance(self) -> float | None:
-        """Return the loss of an untrained model: ln C, ln 2, or the mean square of the targets; None if unknown."""
+        """Return the loss of a guess: ln C, ln 2, or the mean square of the targets; None if unknown."""
         if self.op in CLASSES:
             return math.log(max(2, self.classes or 2))
         if self.op in YES_NO:
@@ -132,10 +132,10 @@ class FirstBatch:
         """The number of classes of the first cross-entropy; None without one."""
         return next((each.classes for each in self.loss_calls if each.classes is not None), None)
 
-
-def ignored_by(seen: FirstBatch) -> int:
-    """Return the ``ignore_index`` of the first batch's cross-entropy."""
-    return next((each.ignored for each in seen.loss_calls if each.classes is not None), -100)
+    @property
+    def ignored(self) -> int:
+        """The ``ignore_index`` of the first cross-entropy."""
+        return next((each.ignored for each in self.loss_calls if each.classes is not None), -100)
 
 
 def first_batch(parts: Parts, micro: MicroBatch) -> FirstBatch:
@@ -220,16 +220,16 @@ def initial_loss(seen: FirstBatch) -> Iterator[Verdict]:
             "cannot tell", "initial loss", f"{seen.loss:.4g}: the loss of a guess is unknown for this function"
         )
         return
-    own = call.value()
-    if own > 0 and abs(seen.loss + own) < 0.1 * own:
+    value = call.value()
+    if value > 0 and abs(seen.loss + value) < 0.1 * value:
         message = f"{seen.loss:.4g} is minus {call.op}: it would be maximised"
         yield Verdict("fail", "initial loss", message, "return the loss itself, not its negative", "loss.wrong_sign")
         return
     message = f"{seen.loss:.4g}, that of a guess is {chance:.4g}"
-    if call.op != "mse_loss" and own > 1.5 * chance + 0.5:
+    if call.op != "mse_loss" and value > 1.5 * chance + 0.5:
         remedy = "normalise the inputs; initialise weights with the usual size (or zeros in the last layer)"
         yield Verdict("warn", "initial loss", message, remedy, "model.init_too_large")
-    elif call.op in CLASSES and own < 0.5 * chance:
+    elif call.op in CLASSES and value < 0.5 * chance:
         yield Verdict("ok", "initial loss", f"{message}: pretrained weights, or labels that are easy to guess")
     else:
         yield Verdict("ok", "initial loss", message)
@@ -241,14 +241,13 @@ def right_loss(seen: FirstBatch, train: DatasetSample) -> Iterator[Verdict]:
     if call is None or seen.error:
         return
     rows = call.rows()
-    is_share = rows.shape[-1] > 1 and bool((rows >= 0).all()) and bool(((rows.sum(-1) - 1).abs() < 1e-3).all())
-    if call.op in CLASSES and is_share and rows.shape[-1] > 1:
-        log = call.op == "nll_loss"
-        message = "nll_loss gets probabilities, not their logarithms" if log else "softmax comes before cross_entropy"
-        remedy = (
-            "take log_softmax, or cross_entropy on plain scores" if log else "pass the plain scores to cross_entropy"
-        )
-        code = "loss.nll_without_log_softmax" if log else "loss.softmax_before_cross_entropy"
+    are_probabilities = bool((rows >= 0).all()) and bool(((rows.sum(-1) - 1).abs() < 1e-3).all())
+    if call.op in CLASSES and are_probabilities and rows.shape[-1] > 1:
+        message = "softmax comes before cross_entropy"
+        remedy, code = "pass the plain scores to cross_entropy", "loss.softmax_before_cross_entropy"
+        if call.op == "nll_loss":
+            message = "nll_loss gets probabilities, not their logarithms"
+            remedy, code = "take log_softmax, or cross_entropy on plain scores", "loss.nll_without_log_softmax"
         yield Verdict("fail", "loss", f"{message}: each row sums to 1, which bounds gradient and loss", remedy, code)
     elif call.op == YES_NO[1] and bool(((call.output >= 0) & (call.output <= 1)).all()) and call.output.numel() > 8:
         remedy = "pass the plain scores: it applies the sigmoid itself"
@@ -276,11 +275,12 @@ def gradients(seen: FirstBatch) -> Iterator[Verdict]:
         message = f"not finite in {first_of(seen.bad_grad)}"
         yield Verdict("fail", "gradients", message, "look for sqrt, log or division at 0", "precision.nonfinite_step")
     elif seen.without_grad:
-        share = seen.values_without / seen.trained
+        fraction = seen.values_without / seen.trained
+        names = first_of(seen.without_grad)
         yield Verdict(
-            "fail" if share >= 0.5 else "warn",
+            "fail" if fraction >= 0.5 else "warn",
             "gradients",
-            f"none for {len(seen.without_grad)} parameters ({share:.0%} of all values): {first_of(seen.without_grad)}",
+            f"none for {len(seen.without_grad)} parameters ({fraction:.0%} of all values): {names}",
             "look for .detach() or .data after them; freeze parameters that should not train with model.freeze",
             code="gradient.graph_cut",
         )

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import cycle, repeat
 
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
+from trainwright.checkpoint.batch_cut import cut_micro
 from trainwright.checkpoint.cursor import MicroBatch, StepBatch
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.commands.check.first_batch import LossRecorder
 from trainwright.commands.check.sandbox import Sandbox, within
 from trainwright.commands.check.smoke import SmokeRun
-from trainwright.commands.check.verdict import Verdict, first_of
+from trainwright.commands.check.verdict import Verdict, Word, first_of
 from trainwright.engine.evaluate import evaluating
 from trainwright.engine.loop import for_steps, steps
 from trainwright.engine.loss import as_loss_fn
 from trainwright.engine.lr_range import LrRange, lr_range
 from trainwright.engine.step import make_step
+from trainwright.errors import UsageError
 
 LOWEST_LR = 1e-6
 HIGHEST_LR = 10.0
@@ -47,10 +49,10 @@ def range_test(sandbox: Sandbox, *, budget_s: float, step_s: float) -> LrRange |
     """
     if RANGE_STEPS * step_s > budget_s or not sandbox.kept:
         return None
-    with sandbox.fresh() as state:
+    with sandbox.built() as live:
         found = lr_range(
-            state,
-            within(sandbox.again(), 3 * budget_s),
+            live.state,
+            within(cycle(sandbox.kept), 3 * budget_s),
             sandbox.job.parts.loss,
             lowest=LOWEST_LR,
             highest=HIGHEST_LR,
@@ -62,7 +64,9 @@ def range_test(sandbox: Sandbox, *, budget_s: float, step_s: float) -> LrRange |
 
 
 def falls_from(found: LrRange) -> float | None:
-    """Return the rate from which the loss stays clearly below its first value until its minimum; None for none."""
+    """Return the rate from which the loss stays clearly below its first value until its minimum; None if it never
+    falls clearly.
+    """
     enough = found.losses[0] - RANGE_LOSS_FALL * abs(found.losses[0])
     finite = [loss if math.isfinite(loss) else math.inf for loss in found.losses]
     place = finite.index(min(finite))
@@ -76,11 +80,11 @@ def falls_from(found: LrRange) -> float | None:
 def first_update(sandbox: Sandbox) -> float:
     """Return the norm of the first update at the peak rate / norm of the weights."""
     job = sandbox.job
-    with sandbox.fresh() as state:
+    with sandbox.built() as live:
         advance = make_step(job.parts.loss, precision=job.precision, clip=job.built.clip)
-        trained = [p for group in state.optimizer.param_groups for p in group["params"]]
+        trained = [p for group in live.state.optimizer.param_groups for p in group["params"]]
         before = [p.detach().clone() for p in trained]
-        advance(state, sandbox.kept[0])
+        advance(live.state, sandbox.kept[0])
         moved = float(get_total_norm([p.detach() - was for p, was in zip(trained, before, strict=True)]))
         size = float(get_total_norm(before))
     return moved / size if size else 0.0
@@ -89,15 +93,15 @@ def first_update(sandbox: Sandbox) -> float:
 def plausible(found: LrRange | None, lr: float) -> list[float]:
     """Return learning rates for one batch: the recipe's first, unless the range test contradicts it.
 
-    Without a range test, a tenth and ten times that rate follow.
+    Without a range test, ten times and a tenth of that rate follow.
     """
     if found is None:
         return [lr, 10 * lr, lr / 10]
     if found.suggestion is None or (start := falls_from(found)) is None:
         return [lr]
     middle = math.sqrt(start * 10 * found.suggestion)
-    own_is_plausible = start / 30 <= lr <= 3 * (found.stopped_at or math.inf)
-    return [lr, middle] if own_is_plausible else [middle, lr]
+    is_plausible = start / 30 <= lr <= 3 * (found.stopped_at or math.inf)
+    return [lr, middle] if is_plausible else [middle, lr]
 
 
 @dataclass
@@ -139,20 +143,20 @@ class BatchFit:
 
     @property
     def took_all_steps(self) -> bool:
-        """True if the training took ``ONE_BATCH_MAX_STEPS`` steps."""
         return self.steps >= ONE_BATCH_MAX_STEPS
 
 
 def learn_by_heart(sandbox: Sandbox, *, lr: float, budget_s: float) -> BatchFit:
     """Train on a few samples of the first micro-batch at a constant rate, without dropout."""
-    fit, micro = BatchFit(lr=lr), fewer(sandbox.kept[0].micro[0], ONE_BATCH_SAMPLES)
+    fit, micro = BatchFit(lr=lr), _first_samples(sandbox.kept[0].micro[0], ONE_BATCH_SAMPLES)
     batch = StepBatch((micro,))
     job, ever = sandbox.job, set[str]()
-    with sandbox.fresh() as state:
+    with sandbox.built() as live:
+        state = live.state
         advance = make_step(job.parts.loss, precision=job.precision, clip=job.built.clip)
-        without_dropout(state.model)
-        scale_lr(state, lr)
-        for result in steps(state, within(_same(batch), budget_s), advance, until=for_steps(ONE_BATCH_MAX_STEPS)):
+        _without_dropout(state.model)
+        _set_lr(state, lr)
+        for result in steps(state, within(repeat(batch), budget_s), advance, until=for_steps(ONE_BATCH_MAX_STEPS)):
             loss = float(result.loss)
             fit.steps += 1
             fit.first = loss if fit.steps == 1 else fit.first
@@ -173,50 +177,26 @@ def learn_by_heart(sandbox: Sandbox, *, lr: float, budget_s: float) -> BatchFit:
     return fit
 
 
-def _same(batch: StepBatch) -> Iterator[StepBatch]:
-    while True:
-        yield batch
-
-
-def without_dropout(model: nn.Module) -> None:
-    """Set dropout layers to evaluation mode."""
+def _without_dropout(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.eval()
 
 
-def scale_lr(state: TrainState, lr: float) -> None:
-    """Set ``lr`` as the rate of the first group. Other groups keep their ratio to it."""
+def _set_lr(state: TrainState, lr: float) -> None:
+    """Set ``lr`` as the learning rate of the first group. Other groups keep their ratio to it."""
     groups = state.optimizer.param_groups
     factor = lr / groups[0]["lr"]
     for group in groups:
         group["lr"] = group["initial_lr"] = group["lr"] * factor
 
 
-def fewer(micro: MicroBatch, count: int) -> MicroBatch:
-    """Return the first ``count`` samples if every tensor has one row per sample, else all."""
-    size = micro.size
-    if size <= count or not _by_rows(micro.data, size):
+def _first_samples(micro: MicroBatch, count: int) -> MicroBatch:
+    """Return the first ``count`` samples, or all of them if the batch cannot be cut."""
+    try:
+        return cut_micro(micro, count)[0]
+    except UsageError:
         return micro
-    return MicroBatch(_cut(micro.data, count), micro.ids[:count])
-
-
-def _by_rows(data: object, size: int) -> bool:
-    """Return True if the first dimension of every tensor counts samples."""
-    if isinstance(data, Tensor):
-        return data.dim() > 0 and data.shape[0] == size
-    if isinstance(data, Mapping):
-        return all(_by_rows(value, size) for value in data.values())
-    return isinstance(data, tuple | list) and all(_by_rows(value, size) for value in data)
-
-
-def _cut(data: Any, count: int) -> Any:
-    if isinstance(data, Tensor):
-        return data[:count]
-    if isinstance(data, Mapping):
-        return {key: _cut(value, count) for key, value in data.items()}
-    parts = [_cut(value, count) for value in data]
-    return type(data)(*parts) if hasattr(data, "_fields") else type(data)(parts)
 
 
 def _inspect(sandbox: Sandbox, model: nn.Module, micro: MicroBatch) -> tuple[bool, tuple[str, ...]]:
@@ -377,8 +357,8 @@ def learning_rate(seen: RateEvidence) -> Verdict:
     lr, found = seen.lr, seen.found
     if seen.moved > MAX_FIRST_UPDATE:
         message = f"{lr:.3g}: the first update changes the weights by {seen.moved:,.3g} times their size"
-        word = "warn" if seen.learned_at_peak else "fail"
-        return Verdict(word, "learning rate", message, "try optimizer.lr at a thousandth of it", CODE_HIGH)  # type: ignore[arg-type]
+        word: Word = "warn" if seen.learned_at_peak else "fail"
+        return Verdict(word, "learning rate", message, "try optimizer.lr at a thousandth of it", CODE_HIGH)
     message = f"{lr:.3g}{_in_words(found)}"
     if signs := seen.too_high():
         certain = not seen.learned_at_peak and (seen.explodes_below or len(signs) > 1)
@@ -386,7 +366,7 @@ def learning_rate(seen: RateEvidence) -> Verdict:
         if seen.learned_at_peak:
             signs.append(f"yet the first {len(seen.smoke.losses)} steps learn")
         text = f"{claim}: {', '.join(signs)}"
-        return Verdict("fail" if certain else "warn", "learning rate", text, lower_rate(seen), CODE_HIGH)
+        return Verdict("fail" if certain else "warn", "learning rate", text, _lower_rate(seen), CODE_HIGH)
     if found is None:
         return Verdict("cannot tell", "learning rate", f"{lr:.3g}; a step takes too long for a range test here")
     start = falls_from(found)
@@ -398,8 +378,8 @@ def learning_rate(seen: RateEvidence) -> Verdict:
         return Verdict("ok", "learning rate", message)
     if lr * seen.num_steps < start and seen.smoke.learned is not True:
         message = f"{message}: nothing would move in {seen.num_steps:,.0f} steps"
-        return Verdict("fail", "learning rate", message, higher_rate(found, lr), CODE_LOW)
-    return Verdict("warn", "learning rate", f"{message}: it would learn slowly", higher_rate(found, lr), CODE_LOW)
+        return Verdict("fail", "learning rate", message, _higher_rate(found, lr), CODE_LOW)
+    return Verdict("warn", "learning rate", f"{message}: it would learn slowly", _higher_rate(found, lr), CODE_LOW)
 
 
 def _in_words(found: LrRange | None) -> str:
@@ -410,16 +390,14 @@ def _in_words(found: LrRange | None) -> str:
     return f"; in a range test the loss falls from {start:.2g} on, {end}"
 
 
-def lower_rate(seen: RateEvidence) -> str:
-    """Return the remedy for a rate that is too high."""
+def _lower_rate(seen: RateEvidence) -> str:
     if (good := _recommended(seen.found)) and good[0] < seen.lr:
         return _try(good[0], min(good[1], seen.lr / 2))
     lower = seen.learns_only_below
     return _try(lower.lr, lower.lr) if lower is not None else _try(seen.lr / 10, seen.lr / 10)
 
 
-def higher_rate(found: LrRange, lr: float) -> str:
-    """Return the remedy for a rate that is too low for the number of steps."""
+def _higher_rate(found: LrRange, lr: float) -> str:
     good = _recommended(found)
     if good is None or good[1] <= 1.5 * lr:
         return "train for more steps (until): the rate itself is as high as the range test allows"
@@ -427,7 +405,7 @@ def higher_rate(found: LrRange, lr: float) -> str:
 
 
 def _recommended(found: LrRange | None) -> tuple[float, float] | None:
-    """Return two rates: where the loss begins to fall, and a tenth of the rate at which the loss is lowest."""
+    """Return two rates: where the loss begins to fall, and the suggestion of the range test, if that is not lower."""
     if found is None or found.suggestion is None or (start := falls_from(found)) is None:
         return None
     return min(start, found.suggestion), found.suggestion

@@ -14,6 +14,7 @@ from trainwright.checkpoint.rng import preserved_rng
 from trainwright.commands.check.sandbox import Sandbox
 from trainwright.commands.check.verdict import Verdict
 from trainwright.data.unwrap import Unwrapped
+from trainwright.plan.amounts import human_bytes, human_seconds
 from trainwright.plan.devices import Device
 from trainwright.plan.machine import read_machine
 from trainwright.plan.memory import memory_bytes
@@ -24,13 +25,12 @@ from trainwright.training.job import Job
 
 WARNING_MEMORY_FRACTION = 0.8
 """Fraction of the available memory above which there is a warning."""
-UNTRACED = "by the dry run: the plan cannot trace this model"
 MIN_WAIT_S = 0.01
 """Wait per step below which there is no warning."""
 
 
 def sized(loaded: Loaded, train: Unwrapped, available_bytes: int) -> Iterator[Verdict]:
-    """Yield a verdict if weights, gradients and optimizer state, counted on the meta device, do not fit."""
+    """Yield a verdict if weights, gradients and optimizer state do not fit. Weights are counted on the meta device."""
     recipe = loaded.recipe
     total = 0
     with contextlib.suppress(Exception), preserved_rng(), torch.device("meta"):
@@ -65,7 +65,7 @@ def predicted(loaded: Loaded, parts: Parts, device: torch.device) -> Iterator[Ve
     except Exception:
         return
     need, usable = written.peak_bytes, place.usable_bytes
-    message = f"a step peaks at {_gib(need)}, {_gib(usable)} are usable"
+    message = f"a step peaks at {human_bytes(need)}, {human_bytes(usable)} are usable"
     if found is not None and not written.fits:
         others = (each.line() for each in found.remedies if each.fits and each.means != "devices")
         changes = found.settings or tuple(others)[:1]
@@ -84,44 +84,41 @@ def memory(job: Job, available_bytes: int) -> Iterator[Verdict]:
         yield Verdict("cannot tell", "memory", "the plan has no memory figures")
         return
     need = sum(sizes.values())
+    message = (
+        f"about {human_bytes(need)} of {human_bytes(available_bytes)} available, by the dry run: the plan cannot trace "
+        "this model"
+    )
     if need > available_bytes:
         yield _too_much("a step needs", sizes, need, available_bytes)
     elif need > WARNING_MEMORY_FRACTION * available_bytes:
         remedy = "leave some room: temporaries of kernels and a copy for asynchronous saving are needed in addition"
-        yield Verdict("warn", "memory", f"about {_gib(need)} of {_gib(available_bytes)} available, {UNTRACED}", remedy)
+        yield Verdict("warn", "memory", message, remedy)
     else:
-        yield Verdict("ok", "memory", f"about {_gib(need)} of {_gib(available_bytes)} available, {UNTRACED}")
+        yield Verdict("ok", "memory", message)
 
 
 def _too_much(what: str, sizes: Mapping[str, int], need: int, available_bytes: int) -> Verdict:
-    parts = ", ".join(f"{name} {_gib(size)}" for name, size in sizes.items() if size)
+    parts = ", ".join(f"{name} {human_bytes(size)}" for name, size in sizes.items() if size)
     return Verdict(
         "fail",
         "memory",
-        f"{what} {_gib(need)} ({parts}), {_gib(available_bytes)} are available",
+        f"{what} {human_bytes(need)} ({parts}), {human_bytes(available_bytes)} are available",
         "a smaller batch.micro, model.activation_checkpointing, LoRA or a smaller model: see trainwright plan",
     )
 
 
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.3g} GiB" if size >= 2**28 else f"{size / 2**20:.3g} MiB"
-
-
 def speed(sandbox: Sandbox, step_s: float) -> Iterator[Verdict]:
-    """Compare the wait for a batch with the time of a step. Workers read while the step computes."""
+    """Compare the wait for a batch with ``step_s``, the seconds of a step. Workers read while the step computes."""
     reading = sandbox.job.measured.reading
     if not reading.workers and len(sandbox.load_s) > 1:  # the first batch is read with cold caches
         load_s = statistics.median(sandbox.load_s[1:])
         reading = replace(reading, wait_s=load_s, read_s=load_s)
-    by = f" by {reading.workers} workers, a step waits {_ms(reading.wait_s)} for it" if reading.workers else ""
-    message = f"{_ms(reading.read_s)} to read a batch{by}, {_ms(step_s)} to train on it"
+    by = f" by {reading.workers} workers, a step waits {human_seconds(reading.wait_s)} for it"
+    by = by if reading.workers else ""
+    message = f"{human_seconds(reading.read_s)} to read a batch{by}, {human_seconds(step_s)} to train on it"
     if reading.wait_s > MIN_WAIT_S and reading.wait_s > 0.5 * step_s:
-        share = reading.wait_s / (reading.wait_s + step_s)
+        waiting = reading.wait_s / (reading.wait_s + step_s)
         remedy = f"{reading.advice()}; keep decoded samples; read larger pieces"
-        yield Verdict("warn", "loading", f"{message}: {share:.0%} of the time is spent waiting", remedy)
+        yield Verdict("warn", "loading", f"{message}: {waiting:.0%} of the time is spent waiting", remedy)
     else:
         yield Verdict("ok", "loading", message)
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms"

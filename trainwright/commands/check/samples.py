@@ -70,13 +70,12 @@ class DatasetSample:
         self.failed, self.random = part.failed, part.random
 
     @property
-    def whole(self) -> bool:
+    def is_complete(self) -> bool:
         """True if every sample was read."""
         return self.size is not None and len(self.items) + self.left_out == self.size
 
     @property
-    def tokens(self) -> bool:
-        """True if the inputs are rows of ids."""
+    def has_token_ids(self) -> bool:
         first = self.items[0].inputs[0] if self.items and self.items[0].inputs else None
         return first is not None and first.dim() >= 1 and first.dtype in (torch.int32, torch.int64)
 
@@ -96,10 +95,10 @@ class DatasetSample:
         return np.stack(flat) if len({len(each) for each in flat}) == 1 and len(flat[0]) <= MAX_FEATURES else None
 
     def features(self) -> NDArray[np.float64] | None:
-        """Return the inputs (n, d), concatenated and thinned to a few thousand values; None for tokens or different
+        """Return the inputs (n, d), each tensor thinned to ``MAX_FEATURES`` values; None for token ids or different
         shapes.
         """
-        if not self.items or self.tokens or not self.items[0].inputs:
+        if not self.items or self.has_token_ids or not self.items[0].inputs:
             return None
         if len({tuple(x.shape for x in item.inputs) for item in self.items}) > 1:
             return None
@@ -174,7 +173,7 @@ def _read(
 
 
 def thinned(samples: DatasetSample, most: int) -> DatasetSample:
-    """Return at most ``most`` of the samples, in full blocks from all over the dataset."""
+    """Return at most ``most`` of the samples, in blocks from all over the dataset."""
     blocks: dict[int, list[SampleItem]] = {}
     for item in samples.items:
         blocks.setdefault(item.id // BLOCK_SAMPLES, []).append(item)
@@ -188,12 +187,10 @@ def _positions(size: int, most: int) -> Iterator[int]:
     if size <= most:
         yield from range(size)
         return
-    blocks = -(-size // BLOCK_SAMPLES)
-    chosen = np.random.default_rng(size).permutation(blocks)[: -(-most // BLOCK_SAMPLES)] if blocks < 10**7 else None
-    starts = (
-        chosen if chosen is not None else np.random.default_rng(size).integers(0, blocks, -(-most // BLOCK_SAMPLES))
-    )
-    for block in dict.fromkeys([0, *starts.tolist()]):
+    blocks, count = -(-size // BLOCK_SAMPLES), -(-most // BLOCK_SAMPLES)
+    random = np.random.default_rng(size)
+    chosen = random.permutation(blocks)[:count] if blocks < 10**7 else random.integers(0, blocks, count)
+    for block in dict.fromkeys([0, *chosen.tolist()]):
         yield from range(block * BLOCK_SAMPLES, min(size, (block + 1) * BLOCK_SAMPLES))
 
 
@@ -227,7 +224,6 @@ def _tensor(value: object) -> Tensor | None:
 
 
 def _digest(inputs: tuple[Tensor, ...]) -> str:
-    """Return a hash that is equal for equal inputs."""
     digest = hashlib.blake2b(digest_size=16)
     for x in inputs:
         digest.update(f"{x.dtype} {tuple(x.shape)}".encode())

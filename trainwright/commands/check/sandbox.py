@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import chain, cycle
+from itertools import chain
 from typing import TypeVar
 
 import torch
@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from trainwright.assembly.assemble import Parts
-from trainwright.checkpoint.cursor import StepBatch
+from trainwright.checkpoint.cursor import StepBatch, tensors_in
 from trainwright.checkpoint.rng import preserved_rng, seed_all
-from trainwright.checkpoint.train_state import TrainState
 from trainwright.distributed.threads import undisturbed_s
 from trainwright.training.custom_objects import Live, build_live
 from trainwright.training.job import Job
@@ -29,7 +28,7 @@ MAX_BATCH_BYTES_KEPT = 2**28
 
 @contextmanager
 def untouched(*roots: object) -> Iterator[None]:
-    """Restore weights, buffers, modes and random state on exit, and drop gradients."""
+    """Restore weights, buffers, train and eval modes and random state on exit, and drop gradients."""
     modules = [module for root in roots if isinstance(root, nn.Module) for module in root.modules()]
     modes = [(module, module.training) for module in modules]
     tensors = [t for m in modules for t in (*m.parameters(recurse=False), *m.buffers(recurse=False)) if _has_storage(t)]
@@ -71,25 +70,15 @@ class Sandbox:
                 return
             self.load_s.append(undisturbed_s() - begin_s)
             self.kept.append(batch)
-            size += sum(_bytes(micro.data) for micro in batch.micro)
-
-    def again(self) -> Iterator[StepBatch]:
-        """Yield the first batches in an endless loop."""
-        return cycle(self.kept)
+            size += sum(tensor.nbytes for micro in batch.micro for tensor in tensors_in(micro.data))
 
     def stream(self) -> Iterator[StepBatch]:
         """Yield all batches in the order of a run. May be called once."""
         return chain(self.kept, self.job.batches)
 
     @contextmanager
-    def fresh(self) -> Iterator[TrainState]:
-        """Provide a state as before the first step. Model and random state are restored on exit."""
-        with self.built() as live:
-            yield live.state
-
-    @contextmanager
     def built(self) -> Iterator[Live]:
-        """Provide a new state as ``fresh`` does, with its schedule."""
+        """Provide the state before the first step, and its schedule. Model and random state are restored on exit."""
         job = self.job
         with untouched(job.parts.model, job.parts.loss):
             live = build_live(_with_new_optimizer(job.parts), job.loaded, job.plan)
@@ -104,13 +93,6 @@ def _with_new_optimizer(parts: Parts) -> Parts:
     optimizer, schedule = copy.deepcopy((parts.custom.optimizer, parts.custom.schedule), kept)
     custom = replace(parts.custom, optimizer=optimizer, schedule=schedule, observers=())
     return replace(parts, custom=custom)
-
-
-def _bytes(data: object) -> int:
-    if isinstance(data, Tensor):
-        return data.nbytes
-    values = data.values() if isinstance(data, dict) else data if isinstance(data, tuple | list) else ()
-    return sum(_bytes(value) for value in values)
 
 
 def within(batches: Iterator[T], seconds: float) -> Iterator[T]:

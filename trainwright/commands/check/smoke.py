@@ -14,10 +14,9 @@ from pathlib import Path
 
 from trainwright.assembly.assemble import build_loading, validation_sets
 from trainwright.checkpoint.checkpoint import load_checkpoint, save_checkpoint
-from trainwright.checkpoint.cursor import StepBatch
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.commands.check.sandbox import Sandbox, within
-from trainwright.commands.check.verdict import Checkup, Verdict, Word
+from trainwright.commands.check.verdict import CheckResult, Verdict, Word
 from trainwright.data.unwrap import length_of
 from trainwright.engine.evaluate import evaluate
 from trainwright.engine.loop import steps
@@ -54,12 +53,10 @@ class SmokeRun:
         seconds: Time of the steps.
         watched: True if the doctor watched.
         epochs: Epochs that were trained.
-        error: The message and remedy of an error that ended the steps.
+        error: The message and remedy of an error that ended the steps. The same for ``val_error`` and ``save_error``.
         findings: The findings of the doctor.
-        val_loss: The validation loss.
-        val_error: Message and remedy of an error in the evaluation.
+        val_loss: The validation loss; None without a validation set.
         saved_bytes: Size of the checkpoint.
-        save_error: Message and remedy of an error in saving.
     """
 
     guess: float | None = None
@@ -127,8 +124,9 @@ def smoke(sandbox: Sandbox, *, budget_s: float, step_s: float, max_steps: int, g
         observer = make_engine_session(job, RunFolder.create(place, "smoke"), quiet.say) if run.watched else None
         advance = make_advance(job, witness=observer.witness if observer else SILENT)
         advance = observer.around(advance) if observer else advance
+        batches = islice(within(sandbox.stream(), budget_s), max_steps)
         try:
-            for result in steps(state, _some(sandbox, budget_s, max_steps), advance, until=until_of(sandbox.job.plan)):
+            for result in steps(state, batches, advance, until=until_of(job.plan)):
                 run.losses.append(float(result.loss))
                 run.peak_lr = max(run.peak_lr, result.lr)
                 run.skipped += bool(result.skipped)
@@ -136,28 +134,19 @@ def smoke(sandbox: Sandbox, *, budget_s: float, step_s: float, max_steps: int, g
                     observer.observe(result, state)
             if observer:
                 observer.close()
-        except (
-            Exception
-        ) as error:  # an error of user code becomes a verdict; the doctor examines the step that raised it
+        except Exception as error:
+            # An error of user code becomes a verdict. The doctor examines the step that raised it.
             run.error = _message_and_remedy(error)
             if observer:
                 observer.close()
         run.findings = observer.findings() if observer else []
         run.seconds = time.perf_counter() - begin_s
-        run.epochs = state.data.epoch + state.data.position / max(1, _length(sandbox))
+        num_samples = length_of(job.parts.train.dataset) or 2**62
+        run.epochs = state.data.epoch + state.data.position / num_samples
         if run.error is None:
             _evaluate(sandbox, state, run, budget_s / 4)
             _save(state, Path(place), run)
     return run
-
-
-def _some(sandbox: Sandbox, budget_s: float, max_steps: int) -> Iterator[StepBatch]:
-    """Yield the batches for which there is time."""
-    return islice(within(sandbox.stream(), budget_s), max_steps)
-
-
-def _length(sandbox: Sandbox) -> int:
-    return length_of(sandbox.job.parts.train.dataset) or 2**62
 
 
 def _message_and_remedy(error: Exception) -> tuple[str, str]:
@@ -224,7 +213,7 @@ def _not_finite(skipped: int, losses: int) -> str:
 
 
 def _noise(losses: list[float]) -> float:
-    """Return the median difference of the losses of neighbouring steps."""
+    """Return the median absolute difference between the losses of consecutive steps."""
     return statistics.median(abs(a - b) for a, b in pairwise(losses)) if len(losses) > 1 else 0.0
 
 
@@ -247,17 +236,15 @@ def afterwards(run: SmokeRun) -> Iterator[Verdict]:
         yield Verdict("ok", "checkpoint", f"{run.saved_bytes / 2**20:,.1f} MiB, saved and loaded again")
 
 
-def diagnosed(run: SmokeRun, checkup: Checkup) -> Iterator[Verdict]:
-    """Yield the doctor's findings in these steps, without those that ``checkup`` already has with equal or higher
-    severity.
-    """
+def diagnosed(run: SmokeRun, known: CheckResult) -> Iterator[Verdict]:
+    """Yield the doctor's findings in these steps, except those that ``known`` has with at least the same severity."""
     if not run.watched:
         yield Verdict(
             "cannot tell", "doctor", "a step takes too long to be watched in the check; the run itself is watched"
         )
     for found in run.findings:
         word: Word = "fail" if found.severity == "critical" else "warn"
-        if found.severity == "info" or (found.code and checkup.has(found.code, word)):
+        if found.severity == "info" or known.has(found.code, word):
             continue
         message = f"{found.symptom}: {found.cause}"
         remedy = f"{found.remedy} (trainwright explain {found.code})"

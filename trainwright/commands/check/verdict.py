@@ -31,28 +31,25 @@ class Verdict:
 
 
 @dataclass
-class Checkup:
-    """The verdicts of one recipe in order. ``tell`` receives each as text at once.
+class CheckResult:
+    """The verdicts of one recipe in order. ``say`` receives the lines of each at once.
 
     The conclusion (``trains``, ``exit_code``, ``summary``) is computed from the verdicts and ``learns``, so it cannot
-    contradict them.
+    contradict them. ``complete`` is False if an error prevented some checks. ``learns`` is True if the smoke run, or
+    without enough steps of it the training on one batch, showed that the loss falls.
     """
 
     recipe: str
-    tell: Callable[[str], None] = lambda _text: None
+    say: Callable[[str], None] = lambda _text: None
     verdicts: list[Verdict] = field(default_factory=list)
     seconds: float = 0.0
     complete: bool = True
-    """False if something kept the rest from being checked."""
     learns: bool = False
-    """True if a part that trains showed that the loss falls, and no other part showed the contrary."""
 
-    def add(self, verdict: Verdict) -> Verdict:
-        """Add a verdict and print its lines."""
+    def add(self, verdict: Verdict) -> None:
         self.verdicts.append(verdict)
         for line in lines_of(verdict):
-            self.tell(line)
-        return verdict
+            self.say(line)
 
     def has(self, code: str, word: Word) -> bool:
         """Return True if a verdict with this code is at least as severe as ``word``."""
@@ -60,7 +57,6 @@ class Checkup:
 
     @property
     def failed(self) -> list[str]:
-        """The names of the checks that failed."""
         return list(dict.fromkeys(each.what for each in self.verdicts if each.word == "fail"))
 
     @property
@@ -72,11 +68,9 @@ class Checkup:
 
     @property
     def exit_code(self) -> int:
-        """3 if any verdict is ``fail``, else 0."""
         return WOULD_NOT_TRAIN if self.failed else 0
 
     def summary(self) -> str:
-        """Return the last line."""
         count = {word: sum(each.word == word for each in self.verdicts) for word in ("ok", "warn", "fail")}
         unknown = len(self.verdicts) - sum(count.values())
         if self.trains is None:
@@ -92,7 +86,6 @@ class Checkup:
         return f"{result} ({counts}{f', {unknown} cannot tell' if unknown else ''}; {self.seconds:.0f} s){rest}"
 
     def to_json(self) -> dict[str, object]:
-        """Return the object that ``--json`` prints."""
         return {
             "recipe": self.recipe,
             "trains": self.trains,

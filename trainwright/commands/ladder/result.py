@@ -287,7 +287,6 @@ class RungResult:
         )
 
     def to_json(self) -> dict[str, object]:
-        """Return the row for ``ladder.json``."""
         measured = self.measured
         return {
             "rung": self.name,
@@ -353,11 +352,9 @@ class Ladder:
         return BROKEN if self.broke_at else 0
 
     def lines(self) -> list[str]:
-        """Return the table, the reason for its end, and the next commands."""
         return [*self.table(), "", *self._band_line(), *self._end(), *self._next()]
 
     def table(self) -> list[str]:
-        """Return the rows as text in columns."""
         return in_columns([HEAD, *(rung.cells() for rung in self.rungs)])
 
     def _band_line(self) -> Iterator[str]:

@@ -94,7 +94,6 @@ class Rerun:
         )
 
     def lines(self) -> list[str]:
-        """Return the lines that are printed without ``--json``."""
         raised = [f"it raised {self.error}"] if self.error else []
         notes = [f"note: {each}" for each in self.notes]
         findings = lines_of(self.findings) if self.changed is None else []
@@ -103,7 +102,6 @@ class Rerun:
         return [f"step {self.step} of {self.source}: {self.outcome}", *raised, *notes, *findings]
 
     def to_json(self) -> dict[str, JsonValue]:
-        """Return the object that ``--json`` prints."""
         return strict(
             {
                 "step": self.step,

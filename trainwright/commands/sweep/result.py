@@ -62,7 +62,6 @@ class SweepResult:
         return 75 if self.why_ended == INTERRUPTED else 0 if self.best else 1
 
     def lines(self) -> list[str]:
-        """Return the table as text, the files, and the commands to run next."""
         paths = list(self.rows[0].params) if self.rows else []
         head = ("trial", *paths, self.metric, "steps", "time", "ended", "findings")
         lines = in_columns([head, *(_cells(row) for row in self.rows)])

@@ -115,16 +115,13 @@ class LayoutProof:
 
     @property
     def equal(self) -> bool:
-        """True if no distance is larger than allowed."""
         return all(getattr(self.found, name) <= allowed for name, allowed in asdict(self.allowed).items())
 
     @property
     def exit_code(self) -> int:
-        """0 if equal, else 1."""
         return 0 if self.equal else 1
 
     def lines(self) -> list[str]:
-        """Return the text output."""
         how = "the same bits, with parallel.exact" if self.exact else "within rounding"
         verdict = how if self.equal else f"NOT {how}"
         rows = [
@@ -136,7 +133,6 @@ class LayoutProof:
         return [what, *rows, f"speed-up {self.speed_up:.2f} on {self.ranks} ranks", *([] if self.equal else [remedy])]
 
     def to_json(self) -> dict[str, object]:
-        """Return the object that ``--json`` prints."""
         return {**asdict(self), "recipe": str(self.recipe), "equal": self.equal}
 
 

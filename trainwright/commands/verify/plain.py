@@ -84,16 +84,13 @@ class PlainProof:
 
     @property
     def equal(self) -> bool:
-        """True if losses and weights have the same bits."""
         return self.difference is None
 
     @property
     def exit_code(self) -> int:
-        """0 if equal, else 1."""
         return 0 if self.equal else 1
 
     def lines(self) -> list[str]:
-        """Return the text output."""
         if self.difference is None:
             first = f"{self.steps} losses and {self.tensors} tensors of the model have the bits of {self.loop}"
         else:
@@ -101,7 +98,6 @@ class PlainProof:
         return [f"{first}; {self.precision}", *self.notes]
 
     def to_json(self) -> dict[str, object]:
-        """Return the object that ``--json`` prints."""
         return {"equal": self.equal, **asdict(self)}
 
 

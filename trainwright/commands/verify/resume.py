@@ -66,16 +66,13 @@ class Proof:
 
     @property
     def equal(self) -> bool:
-        """True if log and checkpoint have the same bits."""
         return self.log is None and not self.checkpoint
 
     @property
     def exit_code(self) -> int:
-        """0 if equal, else 1."""
         return 0 if self.equal else 1
 
     def lines(self) -> list[str]:
-        """Return the text output: one line if everything is equal."""
         trial, n = self.trial, self.trial.steps
         runs = f"{2 * n} steps straight and {n} + {'SIGKILL' if trial.kill else 'stop'} + {n}"
         settings = f"workers {trial.workers} -> {trial.then_workers}; {self.precision}"
@@ -94,7 +91,6 @@ class Proof:
         return [*lines, f"cause: {_CAUSES[self.cause or '']}", *kept]
 
     def to_json(self) -> dict[str, object]:
-        """Return the object that ``--json`` prints."""
         trial = self.trial
         return {
             "equal": self.equal,
