@@ -423,7 +423,7 @@ def test_verify_plain_proves_it_and_leaves_the_objects_alone() -> None:
     random = torch.get_rng_state()
     proof = tw.verify_plain(model, data, loss, optimizer, steps=8)
     assert proof.equal and proof.exit_code == 0 and (proof.steps, proof.notes) == (8, ())
-    assert proof.loop == "the five-line loop over the loader" and "8 losses" in proof.lines()[0]
+    assert proof.loop == "the plain loop over the loader" and "8 losses" in proof.lines()[0]
     assert all(map(torch.equal, model.parameters(), before)) and not optimizer.state
     assert torch.equal(torch.get_rng_state(), random)
 
@@ -454,7 +454,7 @@ class Noisy(Dataset[Any]):
 def test_verify_plain_says_where_the_data_draw_random_numbers() -> None:
     torch.manual_seed(0)
     proof = tw.verify_plain(mlp(), DataLoader(Noisy(), BATCH), CROSS_ENTROPY, steps=4)
-    assert proof.equal and proof.loop == "the five-line loop over the batches of tw.fit"
+    assert proof.equal and proof.loop == "the plain loop over the batches of tw.fit"
     assert "another batch in step 1" in proof.notes[0] and "(seed, epoch, position)" in proof.notes[0]
     assert tw.verify_plain(mlp(), rows(), CROSS_ENTROPY, steps=4).notes == ()
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -99,8 +98,13 @@ def chosen_model(of: object, model: nn.Module | None, which: str, *, average: bo
     weights = read_weights(checkpoint, average=average)
     parts = None
     if model is not None:
-        with _fitting(folder):
+        try:
             load_plain_state_dict(model, weights)
+        except RuntimeError as error:
+            raise UsageError(
+                f"the weights of {folder.path} do not fit the model: {text_of(error)[:300]}",
+                remedy="pass a model with the architecture of the trained one",
+            ) from None
     elif is_live(loaded.recipe.model.use):
         parts = parts_of_run(
             folder, remedy=f"in Python: tw.evaluate({str(folder.path)!r}, data, loss, model=your_model)"
@@ -111,23 +115,14 @@ def chosen_model(of: object, model: nn.Module | None, which: str, *, average: bo
     return ChosenModel(model, loaded, step_of(checkpoint), parts=parts)
 
 
-@contextmanager
-def _fitting(folder: RunFolder) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        raise UsageError(
-            f"the weights of {folder.path} do not fit the model: {text_of(error)[:300]}",
-            remedy="pass a model with the architecture of the trained one",
-        ) from None
-
-
-def loss_of(chosen: ChosenModel, given: str | Callable[..., Loss | Tensor] | None) -> Callable[..., Loss | Tensor]:
-    """Return the passed loss, also by name, that of the result or of the recipe, or the loss that the model returns."""
-    if isinstance(given, str):
-        return loss_by_name(given, {}, Source("loss"))
-    if given is not None:
-        return given
+def loss_of(chosen: ChosenModel, loss: str | Callable[..., Loss | Tensor] | None) -> Callable[..., Loss | Tensor]:
+    """Return ``loss``; for a name the loss with that name; for None the loss of the run or of the result, or for a
+    model the loss that it returns.
+    """
+    if isinstance(loss, str):
+        return loss_by_name(loss, {}, Source("loss"))
+    if loss is not None:
+        return loss
     if chosen.loaded is None:
         return ModelLoss() if chosen.result is None or chosen.result.loss_fn is None else chosen.result.loss_fn
     if chosen.parts is not None:
@@ -142,10 +137,7 @@ def loss_of(chosen: ChosenModel, given: str | Callable[..., Loss | Tensor] | Non
 
 def batches_of(chosen: ChosenModel, data: object, batch: int | None) -> EvaluationBatches:
     """Return the batches of a dataset in order. A string names a set of the run, or a dataset as in a recipe."""
-    if isinstance(data, str):
-        unwrapped = _named(chosen, data)
-    else:
-        unwrapped = unwrap(data)
+    unwrapped = _named(chosen, data) if isinstance(data, str) else unwrap(data)
     size = batch or unwrapped.batch_size or DEFAULT_BATCH_SIZE
     if unwrapped.own_batches is not None:
         size = sys.maxsize  # the user's batches are not divided

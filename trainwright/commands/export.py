@@ -42,14 +42,6 @@ FORMATS = ("safetensors", "hf", "state_dict")
 
 
 @dataclass(frozen=True)
-class ExportDraft:
-    """The folder that an export writes into, and the metadata of its safetensors files."""
-
-    folder: Path
-    about: dict[str, str]
-
-
-@dataclass(frozen=True)
 class Exported:
     """An exported folder of weights.
 
@@ -115,7 +107,7 @@ def export(
             head, name = (base.head, base.name) if base else ([], None)
             tensors = save_adapter(weights, config, draft, head=head, base=name, about=about)
         else:
-            tensors = _save_model(folder, loaded, weights, format, ExportDraft(draft, about))
+            tensors = _save_model(folder, loaded, weights, format, draft, about)
         num_bytes = sum(file.stat().st_size for file in draft.rglob("*"))
     return Exported(out, format, step, tensors, num_bytes, stepped_over)
 
@@ -177,16 +169,21 @@ def chosen_checkpoint(run: RunFolder, which: str) -> tuple[Path, tuple[str, ...]
     return by_step[int(which)], ()
 
 
-def _save_model(run: RunFolder, loaded: Loaded, weights: dict[str, object], layout: str, draft: ExportDraft) -> int:
+def _save_model(
+    run: RunFolder, loaded: Loaded, weights: dict[str, object], layout: str, draft: Path, about: dict[str, str]
+) -> int:
+    """Write the model into the folder ``draft``. ``about`` is the metadata of safetensors. Returns the number of
+    names.
+    """
     if layout == "hf":
-        return _save_hub(run, loaded, weights, draft)
+        return _save_hub(run, loaded, weights, draft, int(about["step"]))
     weights = without_adapters(run, loaded.recipe, weights)
     if layout == "safetensors":
-        save_safetensors(weights, draft.folder, draft.about)
+        save_safetensors(weights, draft, about)
     else:
-        whole = io.BytesIO()  # as large as the model; torch.save to a file does not report a full disk
-        torch.save(weights, whole)
-        (draft.folder / "model.pt").write_bytes(whole.getbuffer())
+        content = io.BytesIO()  # as large as the model; torch.save to a file does not report a full disk
+        torch.save(weights, content)
+        (draft / "model.pt").write_bytes(content.getbuffer())
     return len(weights)
 
 
@@ -219,15 +216,14 @@ def _provenance(run: RunFolder) -> ProvenanceFile:
         return ProvenanceFile()
 
 
-def _save_hub(run: RunFolder, loaded: Loaded, weights: Mapping[str, object], draft: ExportDraft) -> int:
+def _save_hub(run: RunFolder, loaded: Loaded, weights: Mapping[str, object], draft: Path, step: int) -> int:
     """Write the layout of the hub: weights, configurations, tokenizer and a model card."""
     model = _hub_model(run, loaded, weights)
-    save_hub_model(model, draft.folder)
+    save_hub_model(model, draft)
     for path in run.hub.iterdir() if run.hub.is_dir() else ():
-        if not (draft.folder / path.name).exists():
-            shutil.copyfile(path, draft.folder / path.name)
-    card = model_card(run, int(draft.about["step"]), type(model).__name__)
-    (draft.folder / "README.md").write_text(card, "utf-8")
+        if not (draft / path.name).exists():
+            shutil.copyfile(path, draft / path.name)
+    (draft / "README.md").write_text(model_card(run, step, type(model).__name__), "utf-8")
     return len(model.state_dict())
 
 
@@ -249,16 +245,11 @@ def _hub_model(run: RunFolder, loaded: Loaded, weights: Mapping[str, object]) ->
 
 def save_safetensors(weights: Mapping[str, object], folder: Path, about: dict[str, str]) -> None:
     """Write model.safetensors. Raises UsageError for a value that is not a tensor."""
-    tensors = _tensors(weights)
+    tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
     if extra := [name for name in weights if name not in tensors]:
         remedy = "trainwright export RUN --format state_dict keeps it"
         raise UsageError(f"{extra[0]} is not a tensor, and safetensors stores tensors only", remedy=remedy)
     save_file(on_host(tensors), folder / "model.safetensors", about)  # tied weights under all their names
-
-
-def _tensors(weights: Mapping[str, object]) -> dict[str, Tensor]:
-    """Return the values that are tensors. A state dict may have others."""
-    return {name: value for name, value in weights.items() if isinstance(value, Tensor)}
 
 
 def rebuilt(run: RunFolder, loaded: Loaded, weights: Mapping[str, object], made: nn.Module | None = None) -> nn.Module:

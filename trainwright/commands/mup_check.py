@@ -209,15 +209,11 @@ def _layer_scaling(name: str, widths: Sequence[int], pairs: Sequence[tuple[float
     activations, updates = (tuple(each) for each in zip(*pairs, strict=True))
     of_activations, of_updates = slope(widths, activations), slope(widths, updates)
     verdict: Verdict = "stable"
-    if max(_or_default(of_activations, math.inf), _or_default(of_updates, math.inf)) > TOLERANCE:
+    if of_activations is None or of_updates is None or max(of_activations, of_updates) > TOLERANCE:
         verdict = "grows"
-    elif _or_default(of_updates, 0.0) < -TOLERANCE:
+    elif of_updates < -TOLERANCE:
         verdict = "vanishes"
     return LayerScaling(name, activations, updates, of_activations, of_updates, verdict)
-
-
-def _or_default(found: float | None, otherwise: float) -> float:
-    return otherwise if found is None else found
 
 
 def slope(widths: Sequence[int], sizes: Sequence[float]) -> float | None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import shutil
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -183,7 +183,7 @@ NAME = "profile.json"
 
 @dataclass(frozen=True)
 class ProfiledRun:
-    """The profile, and the run folder with the trace and the page."""
+    """The profile, and the run folder with the trace and the report."""
 
     folder: Path
     profile: Profile
@@ -207,19 +207,13 @@ def profile(
 ) -> ProfiledRun:
     """Train the beginning of the run that ``build`` makes, in a separate run folder.
 
-    Args:
-        build: Makes the recipe and its objects.
-        for_s: Seconds of timing at full speed.
-        budget_s: Seconds for trying remedies; 0 tries none.
-        audits: Compare the kernels that ran with those that the recipe requests.
-        console: The output.
+    Steps are timed at full speed for ``for_s`` seconds. Remedies are tried for ``budget_s`` seconds. With ``audits``,
+    the kernels that ran are compared with those that the recipe requests.
     """
     console = console or Console()
     loaded, parts = build(())
     loaded = in_one_process(loaded)
-    log = loaded.recipe.log.model_copy(
-        update={"doctor": False}
-    )  # the doctor spends most of its time budget early in a run
+    log = loaded.recipe.log.model_copy(update={"doctor": False})  # it spends most of its time early in a run
     recipe = loaded.recipe.model_copy(update={"name": f"{loaded.recipe.name}-profile", "log": log})
     observers: list[ProfileObserver] = []
 
@@ -240,25 +234,16 @@ def profile(
         torch.set_num_threads(seen.job.plan.threads)
         device = local_device()
         verdict = judge(facts, device)
-        tried = tuple(_tried(build, seen.job, verdict.advice, budget_s, console))
+        tried = [TriedAdvice(each, None, "") for each in verdict.advice]
+        if budget_s > 0:
+            show = partial(console.print, highlight=False, markup=False, emoji=False)
+            tried = Trials(build, seen.job, budget_s, show).of(verdict.advice)
     rows = audit(facts, on_gpu=seen.job.device.type == "cuda") if audits else ()
-    found = Profile(facts, verdict, tried, rows)
+    found = Profile(facts, verdict, tuple(tried), rows)
     folder.write_json(NAME, found.to_json())
     with suppress(Exception):
         write_report([folder.path])
     return ProfiledRun(folder.path, found)
-
-
-def _tried(
-    build: Build, job: Job, advice: Sequence[Advice], budget_s: float, console: Console
-) -> Iterator[TriedAdvice]:
-    if budget_s > 0 and advice:
-
-        def show(line: str) -> None:
-            console.print(line, highlight=False, markup=False, emoji=False)
-
-        trials = Trials(build, job, budget_s, show)
-        yield from trials.of(advice)
 
 
 class ProfileObserver:
@@ -268,7 +253,6 @@ class ProfileObserver:
         self.job = job
         roots = [job.parts.model]
         self._session = ProfileSession(roots, trace=folder.traces / TRACE, for_s=for_s)
-        self._thread = threading.get_ident()
 
     def observe(self, _result: StepResult, _state: TrainState) -> Stop | None:
         self._session.mark()
@@ -279,16 +263,12 @@ class ProfileObserver:
 
     def facts(self) -> ProfileFacts | None:
         """Return the measurements."""
-        plan, recipe = self.job.plan, self.job.recipe
+        plan, recipe, device = self.job.plan, self.job.recipe, self.job.device
         fused = [bool(group.get("fused")) for group in self.job.state.optimizer.param_groups if "fused" in group]
         return self._session.facts(
-            device=_name_of(self.job.device),
+            device=torch.cuda.get_device_name(device) if device.type == "cuda" else "this CPU",
             precision=plan.precision,
             workers=recipe.data.workers,
             fused=all(fused) if fused else None,
             compiled=recipe.model.compile,
         )
-
-
-def _name_of(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "this CPU"

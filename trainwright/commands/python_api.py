@@ -6,8 +6,7 @@ Each works on copies of the objects. Random generators and settings of torch are
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar, Unpack
 
@@ -67,7 +66,7 @@ def check(
     Example:
         >>> tw.check(model, loader, nn.CrossEntropyLoss(), lr=3e-4)
     """
-    with _without_a_trace():
+    with process_settings():
         loaded, parts = subject(model, data, loss, options).build(())
         return check_recipe(loaded, parts, say=_say(quiet))
 
@@ -96,7 +95,7 @@ def plan(
     Returns:
         The forecast; ``exit_code`` is 3 if the training does not fit as it stands.
     """
-    with _without_a_trace():
+    with process_settings():
         loaded, parts = subject(model, data, loss, options).build(())
         return _printed(show_plan(loaded, parts, recipe="", device=on, memory=memory), quiet)
 
@@ -125,7 +124,7 @@ def profile(
     Returns:
         The profile, and the run folder with its trace.
     """
-    with _without_a_trace():
+    with process_settings():
         build = subject(model, data, loss, options).build
         console = Console(file=io.StringIO()) if quiet else Console()
         return _printed(profile_recipe(build, for_s=seconds, budget_s=budget_s, console=console), quiet)
@@ -159,7 +158,7 @@ def lr_range(
         >>> found = tw.lr_range(model, loader, nn.CrossEntropyLoss())
         >>> tw.fit(model, loader, nn.CrossEntropyLoss(), lr=found.suggestion)
     """
-    with _without_a_trace():
+    with process_settings():
         loaded, parts = subject(model, data, loss, options).build(())
         return run_lr_range(loaded, parts, steps=steps, lowest=lowest, highest=highest)[0]
 
@@ -198,7 +197,7 @@ def mup_check(
     Example:
         >>> tw.mup_check(lambda width: Net(width), loader, nn.CrossEntropyLoss(), lr=1e-3)
     """
-    with _without_a_trace():
+    with process_settings():
         if isinstance(model, str):
             build = build_by_width(model, key, ())
         else:
@@ -243,7 +242,7 @@ def replay(
         >>> tw.replay("runs/run", 120, make_model(), loader, nn.CrossEntropyLoss())
     """
     folder = Path(run)
-    with _without_a_trace():
+    with process_settings():
         if model is None or not (folder / "recipe.yaml").is_file():
             if not isinstance(model, str | None):
                 raise UsageError(f"{run} has no recipe.yaml", remedy="for a bundle, pass model='file.py:function'")
@@ -282,15 +281,8 @@ def verify_resume(
     chosen = subject(model, data, loss, options)
     trial = ResumeTrial(Path(chosen.name or "tw.fit"), steps, workers, then_workers, kill=chosen.name is not None)
     run_part = in_new_python if chosen.name else in_this_process(chosen.build)
-    with _without_a_trace():
-        return _printed(verify_resume_of(trial, say=_say(quiet), run_part=run_part, build=chosen.build), quiet)
-
-
-@contextmanager
-def _without_a_trace() -> Iterator[None]:
-    """Restore threads, matmul mode and random generators on exit."""
     with process_settings():
-        yield
+        return _printed(verify_resume_of(trial, say=_say(quiet), run_part=run_part, build=chosen.build), quiet)
 
 
 def _say(quiet: bool) -> Callable[[str], None]:

@@ -34,6 +34,12 @@ CHANGES = {
     "remedy": "remedy=CODE: the remedy of a finding, if a replay can try it",
 }
 """Usage text of each change."""
+_WITHOUT_VALUE = {
+    "fp32": Intervention(dtype="fp32"),
+    "fp64": Intervention(dtype="fp64"),
+    "eval": Intervention(mode="eval"),
+    "train": Intervention(mode="train"),
+}
 
 
 @dataclass(frozen=True)
@@ -59,29 +65,17 @@ class StepChange(NamedTuple):
 
 
 def change_of(text: str, records: Iterable[Record] = ()) -> StepChange:
-    """Parse a change.
+    """Parse a change such as ``lr=0.1``, ``fp32`` or ``without=17,23``. Raises UsageError.
 
-    Args:
-        text: Such as ``lr=0.1``, ``fp32`` or ``without=17,23``.
-        records: The records of the run. Needed for ``remedy=CODE``.
-
-    Raises:
-        UsageError: There is no such change, or its value is wrong.
+    ``remedy=CODE`` needs the ``records`` of the run.
     """
     name, _, value = text.partition("=")
     require_choice("--try", name, CHANGES)
-    wants_value = "=" in CHANGES[name].partition(":")[0]
-    if bool(value) != wants_value:
-        problem = "needs a value" if wants_value else "has a value, which it does not accept"
+    if bool(value) != (name not in _WITHOUT_VALUE):
+        problem = "has a value, which it does not accept" if value else "needs a value"
         raise UsageError(f"--try {text} {problem}", remedy=f"give {CHANGES[name]}")
-    if name in ("fp32", "fp64"):
-        return StepChange(
-            text, lambda session: _compared(session, Intervention(dtype="fp32" if name == "fp32" else "fp64"))
-        )
-    if name in ("eval", "train"):
-        return StepChange(
-            text, lambda session: _compared(session, Intervention(mode="eval" if name == "eval" else "train"))
-        )
+    if name in _WITHOUT_VALUE:
+        return StepChange(text, lambda session: _compared(session, _WITHOUT_VALUE[name]))
     if name == "lr":
         factor = _parse_number(text, value)
         return StepChange(text, lambda session: _compared(session, Intervention(lr=factor)))

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -45,7 +45,7 @@ MAX_ROUNDING_DISTANCE = 0.01
 
 
 ALONE_SETTINGS = [f"parallel.{axis}=1" for axis in AXES if axis != "replicate"]
-"""Settings that train in one process, whatever layout the recipe has."""
+"""Settings that, with ``parallel.replicate=auto``, train in one process, whatever layout the recipe has."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,7 @@ class Sums:
 
     @classmethod
     def of(cls, model: nn.Module, counted: int) -> Sums:
-        """Return the sums of a model. ``counted`` is the number of values in the mean loss. A weight adds a term per
-        column.
-        """
+        """Return the sums of a model. ``counted`` is the number of values in the mean loss."""
         columns = [weight.numel() // max(1, len(weight)) for weight in model.parameters() if weight.dim() > 1]
         return cls(sum(columns) + counted, max(1, len(columns)))
 
@@ -136,10 +134,8 @@ class LayoutProof:
         return {**asdict(self), "recipe": str(self.recipe), "equal": self.equal}
 
 
-class RunRanks(Protocol):
-    """Runs this program with the arguments ``words`` on several ranks, in ``folder``. Returns exit code and output."""
-
-    def __call__(self, words: Sequence[str], ranks: int, folder: Path, /) -> tuple[int, str]: ...
+RunRanks: TypeAlias = Callable[[Sequence[str], int, Path], tuple[int, str]]
+"""Runs ``trainwright`` with these arguments on a number of ranks, in a folder. Returns exit code and output."""
 
 
 def by_torchrun(words: Sequence[str], ranks: int, _folder: Path) -> tuple[int, str]:
@@ -255,12 +251,7 @@ class _Layouts:
         name = what.replace(",", "").replace(" ", "-")
         fixed = [f"until={self.steps}steps", "log.every=1steps", "log.doctor=false", "checkpoint.every=null"]
         fixed += ["evaluation.batches=1", "schedule.warmup=0steps", f"name={name}", f"folder={self.folder / 'runs'}"]
-        fixed += [
-            "alerts=null",
-            "metrics=[]",
-            "observers=[]",
-            "checkpoint.restore_best=false",
-        ]  # these work on one rank only
+        fixed += ["alerts=null", "metrics=[]", "observers=[]", "checkpoint.restore_best=false"]
         fixed += ALONE_SETTINGS if ranks == 1 else []
         words = [word for each in (*self.settings, *fixed, *more) for word in ("--set", each)]
         code, printed = self.run_ranks(["train", str(self.path), *words], ranks, self.folder)

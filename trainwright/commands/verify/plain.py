@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
+from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import Any
 
@@ -70,10 +71,7 @@ class PlainDifference:
 
 @dataclass(frozen=True)
 class PlainProof:
-    """The result: equal losses, weights and buffers, or the first ``difference``.
-
-    ``loop`` describes the loop, and ``notes`` are remarks on the comparison.
-    """
+    """Equal losses, weights and buffers, or the first ``difference``. ``loop`` describes the loop."""
 
     steps: int
     tensors: int
@@ -109,7 +107,7 @@ def verify_plain(
     *,
     steps: int = STEPS,
 ) -> PlainProof:
-    """Compare the first steps of ``tw.fit(model, data, loss, optimizer=optimizer)`` with the five-line loop.
+    """Compare the first steps of ``tw.fit(model, data, loss, optimizer=optimizer)`` with the plain loop.
 
     Both train copies, so the objects are unchanged. The random generators are restored. Data other than a DataLoader
     have no defined order, so the loop then uses the batches of ``tw.fit``.
@@ -136,7 +134,7 @@ def verify_plain(
         ours = _Objects(*copied(model, data, loss, optimizer))
         plain = _Objects(*copied(model, data, loss, optimizer))
         with tempfile.TemporaryDirectory(prefix="trainwright-verify-") as folder, process_settings():
-            seen = _Seen()
+            seen = _Steps()
             result = fit(
                 ours.model,
                 ours.data,
@@ -164,8 +162,8 @@ class _Objects:
 
 
 @dataclass
-class _Seen:
-    """An observer that keeps the losses and the batches of a run."""
+class _Steps:
+    """The losses and the batches of steps. As an observer it collects those of a run."""
 
     losses: list[Tensor] = field(default_factory=list)
     batches: list[tuple[Any, ...]] = field(default_factory=list)
@@ -177,16 +175,16 @@ class _Seen:
     def close(self) -> None: ...
 
 
-def _compared(result: Result, seen: _Seen, plain: _Objects, planned: dict[str, Any]) -> PlainProof:
+def _compared(result: Result, seen: _Steps, plain: _Objects, planned: dict[str, Any]) -> PlainProof:
     state = result.state
     assert state is not None
     device = next(state.model.parameters()).device
-    notes, loop = list[str](), "the five-line loop over the loader"
+    notes, loop = list[str](), "the plain loop over the loader"
     if isinstance(plain.data, DataLoader):
-        own = _first_of(plain.data, len(seen.batches), device)
+        batches = _first_of(plain.data, len(seen.batches), device)
         trial = _Objects(*copied(plain.model, plain.data, plain.loss, plain.optimizer))
         random = RngBag.capture()
-        reference = _run(trial, state, own, device)
+        reference = _run(trial, state, batches, device)
         if (at := _first_other_batch(reference.batches, seen.batches)) is None:
             return _proof(result, seen, reference, trial.model, loop, planned, notes)
         random.restore()
@@ -194,39 +192,25 @@ def _compared(result: Result, seen: _Seen, plain: _Objects, planned: dict[str, A
             f"the loader alone gives another batch in step {at + 1}: the random numbers of a dataset or a collate "
             "function follow from (seed, epoch, position) in a run"
         )
-    loop = "the five-line loop over the batches of tw.fit"
+    loop = "the plain loop over the batches of tw.fit"
     reference = _run(plain, state, iter(seen.batches), device)
     return _proof(result, seen, reference, plain.model, loop, planned, notes)
 
 
 def _first_of(loader: Iterable[object], count: int, device: torch.device) -> Iterator[tuple[Any, ...]]:
-    """Yield the first batches of a loop over a loader, epoch after epoch."""
-    number = 0
-    while number < count:
-        began_with = number
-        for batch in loader:
-            yield (to_device(batch, device),)
-            number += 1
-            if number == count:
-                return
-        if number == began_with:
-            return
+    """Yield the first ``count`` batches of a loop over a loader, epoch after epoch."""
+    epochs = chain.from_iterable(repeat(loader))
+    return ((to_device(batch, device),) for batch in islice(epochs, count))
 
 
-@dataclass
-class _Reference:
-    losses: list[Tensor]
-    batches: list[tuple[Any, ...]]
-
-
-def _run(objects: _Objects, state: TrainState, batches: Iterable[tuple[Any, ...]], device: torch.device) -> _Reference:
-    """Run the loop by hand. An optimizer that is given by name is fused if the optimizer of the run is."""
+def _run(objects: _Objects, state: TrainState, batches: Iterable[tuple[Any, ...]], device: torch.device) -> _Steps:
+    """Run the plain loop. An optimizer that is named is fused if the optimizer of the run is."""
     model = objects.model.to(device)
     if not model.training:
         model.train()
     loss_fn = _loss_of(objects.loss, device)
     optimizers = _optimizers(objects, model, state)
-    found = _Reference([], [])
+    found = _Steps()
     for batch in batches:
         for optimizer in optimizers:
             optimizer.zero_grad()
@@ -253,23 +237,23 @@ def _mean(output: Loss | Tensor) -> Tensor:
 
 
 def _optimizers(objects: _Objects, model: nn.Module, state: TrainState) -> list[Optimizer]:
-    given = "adamw" if objects.optimizer is None else objects.optimizer
-    if isinstance(given, Optimizer):
-        return list(parts_of(given))
-    if isinstance(given, list | tuple):
-        return list(given)
+    chosen = "adamw" if objects.optimizer is None else objects.optimizer
+    if isinstance(chosen, Optimizer):
+        return list(parts_of(chosen))
+    if isinstance(chosen, list | tuple):
+        return list(chosen)
     parameters = [p for p in model.parameters() if p.requires_grad]
-    if isinstance(given, str) and given in OPTIMIZERS:
-        row = OPTIMIZERS[given]
+    if isinstance(chosen, str) and chosen in OPTIMIZERS:
+        row = OPTIMIZERS[chosen]
         if row.groups:
             raise UsageError(
-                f"{given} makes parameter groups, which a plain loop would have to make too",
+                f"{chosen} makes parameter groups, which a plain loop would have to make too",
                 remedy="pass the optimizer itself",
             )
         fused = {"fused": True} if any(group.get("fused") for group in state.optimizer.param_groups) else {}
         made: object = import_factory(row.factory)(parameters, **fused)
     else:
-        factory: Factory = find(given, {}, "optimizer", WHERE) if isinstance(given, str) else given  # type: ignore[assignment]
+        factory: Factory = find(chosen, {}, "optimizer", WHERE) if isinstance(chosen, str) else chosen  # type: ignore[assignment]
         made = factory(model if takes_first(factory, "model") else parameters)
     return list(made) if isinstance(made, list | tuple) else list(parts_of(made))  # type: ignore[arg-type]
 
@@ -283,14 +267,14 @@ def _first_other_batch(plain: Sequence[tuple[Any, ...]], ours: Sequence[tuple[An
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Return True if two tensors have the same values, NaN included."""
+    """Return True if two tensors have the same values. NaN equals NaN."""
     return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
 def _proof(
     result: Result,
-    seen: _Seen,
-    reference: _Reference,
+    seen: _Steps,
+    reference: _Steps,
     model: nn.Module,
     loop: str,
     planned: dict[str, Any],
@@ -347,7 +331,7 @@ def verify_plain_recipe(loaded: Loaded, recipe: str, *, steps: int, settings: Se
     _require_comparable(loaded)
     with tempfile.TemporaryDirectory(prefix="trainwright-verify-") as folder:
         trial = [*settings, *_settings(loaded.recipe, steps, Path(folder))]
-        seen = _Seen()
+        seen = _Steps()
         keep: Extra = lambda _job, _folder, _progress: seen  # noqa: E731
         result = train(in_one_process(load(recipe, overrides=trial)), quiet=True, extras=[keep], console=Console())
         planned = json.loads(RunFolder.open(result.run).plan.read_text())
@@ -381,11 +365,7 @@ def _settings(recipe: Recipe, steps: int, folder: Path) -> list[str]:
 def _require_comparable(loaded: Loaded) -> None:
     recipe = loaded.recipe
     for wrong, what, remedy in (
-        (
-            recipe.optimizer.clip.by == "agc",
-            "clips by agc, for which torch has no function",
-            "clip by norm",
-        ),
+        (recipe.optimizer.clip.by == "agc", "clips by agc, for which torch has no function", "clip by norm"),
         (recipe.precision == "fp16", "computes in fp16, whose loss scale is not compared", "--set precision=bf16"),
         (recipe.optimizer.offload is not False, "offloads the optimizer", "--set optimizer.offload=false"),
     ):
@@ -393,7 +373,7 @@ def _require_comparable(loaded: Loaded) -> None:
             raise UsageError(f"the recipe {what}", remedy=remedy)
 
 
-def _recipe_by_hand(loaded: Loaded, result: Result, seen: _Seen, planned: dict[str, Any]) -> PlainProof:
+def _recipe_by_hand(loaded: Loaded, result: Result, seen: _Steps, planned: dict[str, Any]) -> PlainProof:
     job = prepare(loaded)
     torch.set_num_threads(planned["threads"])
     model = job.state.model
@@ -419,7 +399,7 @@ def _recipe_by_hand(loaded: Loaded, result: Result, seen: _Seen, planned: dict[s
             clip_grad_value_(parameters, clip.at)
         optimizer.step()
         losses.append(sum((part.detach() for part in parts[1:]), parts[0].detach()))
-    return _proof(result, seen, _Reference(losses, []), model, "a loop with the functions of torch", planned, [])
+    return _proof(result, seen, _Steps(losses), model, "a loop with the functions of torch", planned, [])
 
 
 def _parts(outputs: Sequence[Loss | Tensor], sizes: Sequence[int]) -> list[Tensor]:

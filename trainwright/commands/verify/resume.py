@@ -1,4 +1,4 @@
-"""``verify resume``: proves that a killed and resumed run of a recipe has the same bits as an uninterrupted one."""
+"""``verify resume``: proves that an interrupted and resumed run has the same bits as an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypedDict, Unpack
+from typing import Any, TypeAlias
 
 import torch
 
@@ -119,10 +119,8 @@ _CAUSES = {
 }
 
 
-class RunPart(Protocol):
-    """Runs a part in a separate process, with its output in ``output``. Returns the exit code."""
-
-    def __call__(self, part: TrialPart, output: Path, environment: Mapping[str, str], /) -> int: ...
+RunPart: TypeAlias = Callable[[TrialPart, Path, Mapping[str, str]], int]
+"""Runs a part with its output in a file and with further environment variables. Returns the exit code."""
 
 
 def in_new_python(part: TrialPart, output: Path, environment: Mapping[str, str]) -> int:
@@ -137,7 +135,7 @@ def in_new_python(part: TrialPart, output: Path, environment: Mapping[str, str])
 def in_this_process(build: Build) -> RunPart:
     """Return a RunPart for objects, which no other process can make. It cannot be killed."""
 
-    def run_part(part: TrialPart, output: Path, environment: Mapping[str, str], /) -> int:
+    def run_part(part: TrialPart, output: Path, environment: Mapping[str, str]) -> int:
         before = os.environ.get("OMP_NUM_THREADS")
         os.environ["OMP_NUM_THREADS"] = environment["OMP_NUM_THREADS"]
         try:
@@ -159,10 +157,10 @@ def verify_resume(
     run_part: RunPart = in_new_python,
     build: Build | None = None,
 ) -> Proof:
-    """Run the trial in separate processes, in a temporary folder that is kept if something differs, or with ``keep``.
+    """Run the trial in a temporary folder, which is kept if something differs, or with ``keep``.
 
     ``build`` makes the trained objects; None: the objects that ``trial.recipe`` names. An error of the user's code in
-    one of the processes is raised here, with its message and exit code.
+    a part is raised here, with its message and exit code.
     """
     # raises for a wrong recipe before anything runs
     recipe = (build or named(trial.recipe).build)(trial.settings).loaded.recipe
@@ -178,17 +176,9 @@ def verify_resume(
     return proof
 
 
-class _PartOptions(TypedDict, total=False):
-    """Optional fields of a TrialPart."""
-
-    resume: str
-    end_at: int
-    committed: str
-
-
 @dataclass
 class _TrialRuns:
-    """The processes of a trial: their folder, and their common settings."""
+    """The parts of a trial: their folder, and their common settings."""
 
     trial: ResumeTrial
     folder: Path
@@ -242,7 +232,6 @@ class _TrialRuns:
                 f"the data gave {outcome['step']} steps, and the proof needs {2 * n}",
                 remedy=f"add --steps {max(1, outcome['step'] // 2)}",
             )
-        assert outcome["step"] == 2 * n
         run = RunFolder.open(outcome["run"])
         for step in (n, 2 * n):
             if not (run.checkpoints / name_of(step)).is_dir():
@@ -266,11 +255,19 @@ class _TrialRuns:
         self.say(f"resumed to {2 * self.trial.steps} steps, {workers} workers")
         self._run("resumed", [f"data.workers={workers}"], resume=str(run.path))
 
-    def _run(self, name: str, settings: list[str], **more: Unpack[_PartOptions]) -> dict[str, Any]:
-        """Run one part in a separate process and return its outcome. Raises the error that it raised."""
+    def _run(
+        self,
+        name: str,
+        settings: list[str],
+        *,
+        resume: str | None = None,
+        end_at: int | None = None,
+        committed: str | None = None,
+    ) -> dict[str, Any]:
+        """Run one part and return its outcome; {} if it was killed as planned. Raises the error that it raised."""
         outcome = self.folder / f"{name}.json"
-        settings = settings if "resume" in more else [*self.shared, *settings]
-        part = TrialPart(str(self.trial.recipe), settings, str(outcome), **more)
+        settings = settings if resume else [*self.shared, *settings]
+        part = TrialPart(str(self.trial.recipe), settings, str(outcome), resume, end_at, committed)
         code = self.run_part(part, self.folder / f"{name}.txt", _environment())
         if part.committed and code == -signal.SIGKILL and Path(part.committed).is_dir():
             return {}

@@ -1,4 +1,4 @@
-"""Runs one part of ``verify resume`` in a separate process, with a counting clock and an end at a given step."""
+"""Runs one part of ``verify resume``, with a clock that counts its calls, and an end at a requested step."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class TrialPart:
 class CountedTime(Solo):
     """A world whose clock counts its calls, so that every process sees the same seconds.
 
-    The loop calls it three times a step, and a step lasts from the first call to the third.
+    The loop calls it three times per step, and a step lasts from the first call to the third.
     """
 
     def __init__(self) -> None:
