@@ -32,7 +32,7 @@ _HOME = {
     "Stop": "trainwright.engine.observer",
     "TrainState": "trainwright.checkpoint.train_state",
     "TrainwrightError": "trainwright.errors",
-    "bad_cases": "trainwright.commands.bad_cases",
+    "bad_cases": "trainwright.commands.bad_cases.find",
     "check": "trainwright.commands.python_api",
     "compare_optimizers": "trainwright.commands.compare_optimizers",
     "evaluate": "trainwright.commands.evaluate",
@@ -80,7 +80,7 @@ if TYPE_CHECKING:
     from trainwright.checkpoint.cursor import StepBatch as StepBatch
     from trainwright.checkpoint.scaler import LossScaler as LossScaler
     from trainwright.checkpoint.train_state import TrainState as TrainState
-    from trainwright.commands.bad_cases import bad_cases as bad_cases
+    from trainwright.commands.bad_cases.find import bad_cases as bad_cases
     from trainwright.commands.compare_optimizers import compare_optimizers as compare_optimizers
     from trainwright.commands.evaluate import evaluate as evaluate
     from trainwright.commands.evaluate import predict as predict

@@ -237,7 +237,8 @@ def test_neither_a_plan_nor_a_check_runs_code_of_a_run(runs: Path, tmp_path: Pat
     assert not (tmp_path / "ran").exists()
     experiments = Experiments(RunTools(runs, tmp_path), ProcessLimits())
     wanted = ["model.use=own:make", "loss.use=torch.nn:CrossEntropyLoss", "name=a", "optimizer.lr=0.1"]
-    assert experiments._set_arguments(wanted)[1::2] == wanted and experiments._own("own:make") == "own:make"
+    assert experiments._set_arguments(wanted)[1::2] == wanted
+    assert experiments._require_recipe("own:make") == "own:make"
 
 
 def test_an_error_is_cleaned_and_marked(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,7 +355,7 @@ def test_one_command_runs_at_a_time(runs: Path, tmp_path: Path, monkeypatch: pyt
         each.join()
     assert most == [1]
     experiments = Experiments(RunTools(runs, tmp_path), ProcessLimits(seconds=0.01))
-    with experiments._one, pytest.raises(UsageError, match="another plan"):
+    with experiments._lock, pytest.raises(UsageError, match="another plan"):
         experiments.plan_recipe("demo")
 
 

@@ -22,8 +22,7 @@ import trainwright as tw
 from tests.report_pages.runs import ended, make_run, started, step
 from trainwright.checkpoint.cursor import MicroBatch
 from trainwright.cli import app
-from trainwright.commands.bad_cases import errors_in_folds
-from trainwright.commands.bad_cases.find import class_names, label_order
+from trainwright.commands.bad_cases.find import class_names, errors_in_folds, label_order
 from trainwright.commands.bad_cases.scores import NUM_BINS, Scores, Tally, score
 from trainwright.data.images import digits
 from trainwright.data.text import CharText
@@ -176,8 +175,9 @@ def test_confident_learning_by_hand() -> None:
     # the last one is more likely 0, but not as likely as a 0 is
     top = np.argsort(-chances, axis=1, kind="stable")
     own = chances[np.arange(5), label]
-    found = label_order(label, own, top, np.take_along_axis(chances, top, 1))
-    assert found.order.tolist() == [2, 4, 1, 3, 0] and found.likely.tolist() == [True, False, False, False, False]
+    ids, sorted_chances = np.arange(5), np.take_along_axis(chances, top, 1)
+    scores = Scores(ids, own, own, label, None, own, None, top, sorted_chances, None, None, "samples")
+    assert list(label_order(scores).items()) == [(2, True), (4, False), (1, False), (3, False), (0, False)]
 
 
 def test_calibration_is_that_of_its_definition() -> None:

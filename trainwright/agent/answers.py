@@ -31,6 +31,7 @@ class RunLine(AnswerPart):
     step: int = 0
     loss: float | str | None = None
     val_loss: float | str | None = None
+    media: list[str] = []
     began: str = ""
 
 

@@ -24,7 +24,7 @@ class Experiments:
 
     def __init__(self, tools: RunTools, limits: ProcessLimits) -> None:
         self._tools, self._limits = tools, limits
-        self._one = threading.Lock()
+        self._lock = threading.Lock()
 
     def plan_recipe(
         self, recipe: str, settings: list[str] | None = None, device: str = "", ranks: int = 0
@@ -33,23 +33,24 @@ class Experiments:
         the recipe. settings: PATH=VALUE. device, ranks: such as h100-80gb and 8. Default: this machine.
         """
         on = [*([f"--device={device}"] if device else []), *([f"--ranks={ranks}"] if ranks else [])]
-        output = self._run("plan", self._own(recipe), *on, *self._set_arguments(settings))
+        output = self._run("plan", self._require_recipe(recipe), *on, *self._set_arguments(settings))
+        fits = output.get("fits")
         return {
-            "outcome": _plan_in_words(output),
-            "result": _without(output, "devices", "methods", "timeline"),
+            "outcome": "" if fits is None else "it fits" if fits else "it does not fit",
+            "result": {name: value for name, value in output.items() if name != "methods"},
         }
 
     def check_recipe(self, recipe: str, settings: list[str] | None = None) -> dict[str, object]:
         """Check a recipe, or MODULE:FUNCTION that returns (model, data, loss, optimizer), for mistakes before a run.
         Runs its code for a few steps.
         """
-        output = self._run("check", self._own(recipe), *self._set_arguments(settings))
+        output = self._run("check", self._require_recipe(recipe), *self._set_arguments(settings))
         verdicts = output.get("verdicts", [])
         bad = [each for each in verdicts if each.get("word") != "ok"]
         known: dict[object, str] = {True: "it trains", False: "it would not train"}
-        said = known.get(output.get("trains"), "it is not known if it trains")
+        outcome = known.get(output.get("trains"), "it is not known if it trains")
         return {
-            "outcome": f"{said}; {len(bad)} of {len(verdicts)} verdicts are not ok",
+            "outcome": f"{outcome}; {len(bad)} of {len(verdicts)} verdicts are not ok",
             "result": {"verdicts": bad},
         }
 
@@ -73,20 +74,17 @@ class Experiments:
         """
         if change.startswith("remedy"):
             raise UsageError("run_experiment cannot try the remedy of a finding", remedy="call try_remedy")
-        output = self._replay(run, step, model, "--try", change)
-        return {
-            "outcome": (output.get("changed") or {}).get("outcome", ""),
-            "result": {"replay": output.get("outcome")},
-        }
+        return self._try(run, step, model, change)
 
     def try_remedy(self, run: str, code: str = "", model: str = "") -> dict[str, object]:
         """Try the remedy of a finding (default: the first) on its recorded step, before any code is changed."""
         found = finding_of(run, diagnosis_of(self._tools.folder(run)), code)
-        output = self._replay(run, found.step, model, "--try", f"remedy={found.code}")
-        return {
-            "outcome": (output.get("changed") or {}).get("outcome", ""),
-            "result": {"replay": output.get("outcome")},
-        }
+        return self._try(run, found.step, model, f"remedy={found.code}")
+
+    def _try(self, run: str, step: int, model: str, change: str) -> dict[str, object]:
+        output = self._replay(run, step, model, "--try", change)
+        outcome = (output.get("changed") or {}).get("outcome", "")
+        return {"outcome": outcome, "result": {"replay": output.get("outcome")}}
 
     def _replay(self, run: str, step: int, model: str, *more: str) -> Mapping[str, Any]:
         folder = self._tools.folder(run)
@@ -106,7 +104,7 @@ class Experiments:
             )
         return name
 
-    def _own(self, recipe: str) -> str:
+    def _require_recipe(self, recipe: str) -> str:
         """Return ``recipe``. Raises UsageError if it, or its MODULE, is outside of the code folder or in a run.
 
         The code of a run folder is not trusted. Only replays run it, and they need permission.
@@ -114,14 +112,14 @@ class Experiments:
         self._require_inside(recipe)
         module, colon, _ = recipe.rpartition(":")
         if colon:
-            self._require_own_module(module)
+            self._require_module(module)
         elif self._tools.is_of_run(self._tools.code / recipe):
             raise UsageError(
                 f"{recipe[:80]!r} belongs to a run", remedy="copy the recipe to your code, and read it there"
             )
         return recipe
 
-    def _require_own_module(self, module: str) -> None:
+    def _require_module(self, module: str) -> None:
         root = self._tools.code.resolve()
         top = module.partition(".")[0]
         path = (root / module.replace(".", "/")).resolve()
@@ -141,17 +139,17 @@ class Experiments:
             for text in _texts(_value_of(each.partition("=")[2])):
                 module, colon, name = text.partition(":")
                 if colon and is_reference(text) and not (_OF_TORCH.fullmatch(module) and name.isidentifier()):
-                    self._require_own_module(module)
+                    self._require_module(module)
         return [word for each in settings or () for word in ("--set", each)]
 
     def _run(self, *arguments: str) -> Mapping[str, Any]:
         """Run one command at a time, because the limits apply to each command alone."""
-        if not self._one.acquire(timeout=self._limits.seconds):
+        if not self._lock.acquire(timeout=self._limits.seconds):
             raise UsageError("another plan, check or replay is running", remedy="call this again when it has ended")
         try:
             return run_command(arguments, self._tools.code, self._limits)
         finally:
-            self._one.release()
+            self._lock.release()
 
 
 _OF_TORCH = re.compile(r"torch\.(nn|optim)")
@@ -170,12 +168,3 @@ def _texts(value: object) -> Iterator[str]:
         yield value
     for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
         yield from _texts(each)
-
-
-def _without(output: Mapping[str, Any], *names: str) -> dict[str, object]:
-    return {name: value for name, value in output.items() if name not in names}
-
-
-def _plan_in_words(output: Mapping[str, Any]) -> str:
-    fits = output.get("fits")
-    return "" if fits is None else "it fits" if fits else "it does not fit"

@@ -201,9 +201,6 @@ class RunTools:
         folders = self._shelf.runs().values() if self.code.resolve().is_relative_to(runs) else (runs,)
         return any(path.resolve().is_relative_to(each.resolve()) for each in folders)
 
-    def _name(self, path: Path) -> str:
-        return cleaned(readable(path.name), MAX_KEY_CHARS)
-
     def list_runs(self, query: str = "", limit: int = 20) -> dict[str, object]:
         """List runs, the newest first. query: a part of the name, the state, the verdict or a finding's code."""
         known = {path.resolve() for path in self._shelf.runs().values()}
@@ -212,7 +209,7 @@ class RunTools:
         rows = [row for row in reversed(table.rows) if row.run.resolve() in known]
         found = [
             {
-                "run": self._name(row.run),
+                "run": cleaned(readable(row.run.name), MAX_KEY_CHARS),
                 "state": row.state,
                 "verdict": row.verdict.sentence,
                 "step": row.step,
@@ -235,6 +232,7 @@ class RunTools:
         records = self._records(folder)
         context = RunContext(records)
         findings = (*report.findings, *report.added)
+        calls = _calls_at(context, findings[0].step if findings else report.step)
         experiments = report.examination.unexamined.experiments if report.examination.unexamined else ()
         return {
             "run": run,
@@ -242,7 +240,7 @@ class RunTools:
             "step": report.step,
             "verdict": report.verdict.sentence,
             "findings": [_finding_values(each) for each in findings],
-            "calls": _calls(_calls_at(context, findings[0].step if findings else report.step)),
+            "calls": list(dict.fromkeys(f"{kind} {line}" for kind, line in calls)),
             "optimizers": [text for each in self._optimizers(records) if (text := optimizer_in_words(each))],
             "not_examined": [*experiments, *(why for why, _ in report.examination.blind)],
             "replay": _replayable_steps(folder),
@@ -474,10 +472,6 @@ def _calls_at(run: RunContext, step: int) -> Calls:
         return run.calls_at(step)
     except DAMAGED:
         return ()
-
-
-def _calls(calls: Calls) -> list[str]:
-    return list(dict.fromkeys(f"{kind} {line}" for kind, line in calls))
 
 
 def _finding_values(found: Found) -> dict[str, object]:

@@ -16,7 +16,6 @@ from trainwright.cli.app import (
     RecipePath,
     Settings,
     app,
-    finish,
     finish_printed,
     line_printer,
     subject_of,
@@ -275,8 +274,7 @@ def errors(
     as_json: Json = False,
 ) -> None:
     """Find where the model of a run is wrong: worst samples, confusions, slices, calibration, likely wrong labels."""
-    from trainwright.commands.bad_cases import errors_in_folds, errors_of_run
-    from trainwright.errors import UsageError
+    from trainwright.commands.bad_cases.find import errors_in_folds, errors_of_run
 
     if folds is None:
         found = errors_of_run(run, data, by=by or (), count=count, which=which, batch=batch, average=average)
@@ -325,10 +323,8 @@ def verify_resume(
     from trainwright.commands.verify.resume import ResumeTrial
     from trainwright.commands.verify.resume import verify_resume as verify
 
-    say, trial = line_printer(as_json), ResumeTrial(recipe, steps, workers, then_workers, tuple(settings or ()), kill)
-    proof = verify(trial, keep=keep, say=say, build=subject.build)
-    say("\n".join(proof.lines()))
-    finish(proof, as_json)
+    trial = ResumeTrial(recipe, steps, workers, then_workers, tuple(settings or ()), kill)
+    finish_printed(verify(trial, keep=keep, say=line_printer(as_json), build=subject.build), as_json)
 
 
 @verb("plain", of=verify_app)
@@ -364,9 +360,7 @@ def verify_parallel(
     from trainwright.commands.verify.parallel import verify_parallel as verify
 
     say = line_printer(as_json)
-    proof = verify(recipe, ranks=ranks, steps=steps, settings=settings or (), say=say)
-    say("\n".join(proof.lines()))
-    finish(proof, as_json)
+    finish_printed(verify(recipe, ranks=ranks, steps=steps, settings=settings or (), say=say), as_json)
 
 
 @verb("packing", of=verify_app)

@@ -137,8 +137,8 @@ def _language_of(value: str) -> str:
     return value
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(is_set: bool) -> None:
+    if is_set:
         print(f"trainwright {__version__}")
         raise typer.Exit
 
@@ -206,22 +206,6 @@ def verb(name: str | None = None, *, of: typer.Typer = app) -> Callable[[Callabl
     return register
 
 
-def recipe_and_picture(path: Path, picture: Path | None, name: str) -> tuple[Path, Path | None]:
-    """Return the recipe to read and the file for its picture. For a run folder: its recipe, and the file ``name``
-    inside.
-
-    Raises UsageError for a folder that is not a run, or a run without a recipe.
-    """
-    if not path.is_dir():
-        return path, picture
-    from trainwright.errors import StorageError
-
-    recipe = recipe_of(path)
-    if picture is None and (path / name).is_symlink():
-        raise StorageError(f"cannot write {path / name}: it is a symbolic link", remedy="remove that link")
-    return recipe, picture or path / name
-
-
 def recipe_of(path: Path) -> Path:
     """Return the recipe file in a run folder, or ``path`` if it is a file. Raises UsageError if the folder has none."""
     if not path.is_dir():
@@ -243,9 +227,7 @@ def subject_of(what: Path, settings: list[str] | None, environ: Mapping[str, str
     if ":" not in str(what) or what.exists():
         from trainwright.recipe import load
 
-        load(
-            what, overrides=settings or [], environ=environ
-        )  # before torch is imported, so that a mistake is reported at once
+        load(what, overrides=settings or [], environ=environ)  # before torch is imported, to report a mistake at once
     with importing_torch():
         from trainwright.training.subject import named
     return named(what, settings or [], environ)

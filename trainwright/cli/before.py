@@ -17,12 +17,12 @@ from trainwright.cli.app import (
     finish,
     finish_printed,
     line_printer,
-    recipe_and_picture,
     recipe_of,
     subject_of,
     user_output_to_stderr,
     verb,
 )
+from trainwright.errors import StorageError
 from trainwright.runs.printing import printable
 
 
@@ -104,13 +104,7 @@ def plan(
     from trainwright.commands.plan import show_plan
 
     with user_output_to_stderr(as_json):
-        shown = show_plan(
-            *subject.build(()),
-            recipe=str(recipe),
-            device=device,
-            memory=memory,
-            devices=devices,
-        )
+        shown = show_plan(*subject.build(()), recipe=str(recipe), device=device, memory=memory, devices=devices)
     finish_printed(shown, as_json)
 
 
@@ -127,8 +121,11 @@ def graph(
     """Show the modules of a model and the autograd graph of one step: parameters, FLOPs, memory kept for backward."""
     from trainwright.recipe import load
 
-    recipe, svg = recipe_and_picture(recipe, svg, "graph.svg")
-    loaded = load(recipe, overrides=settings or [])
+    if svg is None and recipe.is_dir():
+        svg = recipe / "graph.svg"
+        if svg.is_symlink():
+            raise StorageError(f"cannot write {svg}: it is a symbolic link", remedy="remove that link")
+    loaded = load(recipe_of(recipe), overrides=settings or [])
     from trainwright.commands.graph import draw_graph
     from trainwright.runs.storage import write_output
     from trainwright.training.problems import all_problems_reported

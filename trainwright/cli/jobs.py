@@ -65,7 +65,7 @@ def launch_slurm(
         image=image,
         stack=stack,
     )
-    _print(job.written(output), as_json)
+    _print(job.write_to(output), as_json)
 
 
 @verb("kubernetes", of=launch_app)
@@ -86,7 +86,7 @@ def launch_kubernetes(
 
     loaded, shape = load(recipe, overrides=settings or []), Shape.parse(ranks)
     job = kubernetes_job(loaded, shape, image=image, volume=volume, settings=settings or [], grace_s=grace, stack=stack)
-    _print(job.written(output), as_json)
+    _print(job.write_to(output), as_json)
 
 
 @verb("skypilot", of=launch_app)
@@ -107,7 +107,7 @@ def launch_skypilot(
 
     loaded, shape = load(recipe, overrides=settings or []), Shape.parse(ranks)
     job = skypilot_job(loaded, shape, image=image, volume=volume, gpu=gpu, settings=settings or [], stack=stack)
-    _print(job.written(output), as_json)
+    _print(job.write_to(output), as_json)
 
 
 @verb("ray", of=launch_app)
@@ -124,7 +124,7 @@ def launch_ray(
     from trainwright.recipe import load
 
     loaded = load(recipe, overrides=settings or [])
-    _print(ray_job(loaded, Shape.parse(ranks), folder=folder, settings=settings or []).written(output), as_json)
+    _print(ray_job(loaded, Shape.parse(ranks), folder=folder, settings=settings or []).write_to(output), as_json)
 
 
 def _print(job: JobFile, as_json: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Literal, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -53,7 +53,8 @@ def draw_graph(loaded: Loaded, *, depth: int | None = None) -> GraphPicture:
     Raises RecipeError for objects that cannot be built, UsageError for a step that cannot be traced.
     """
     recipe, blueprint = loaded.recipe, make_blueprint(loaded)
-    samples = _samples(recipe)
+    batch = recipe.batch
+    samples = SAMPLES if batch.micro == "auto" else solve_batch(batch.size, batch.micro, batch.accumulation).micro
     precision = cast(PrecisionName, "fp32" if recipe.precision in (None, "auto", "tf32") else recipe.precision)
     chunked = blueprint.chunked(samples, nominal_cpu(read_machine()))  # the step is traced as on a CPU
     make = partial(blueprint.traced_objects, samples=samples, chunked=chunked)
@@ -106,13 +107,6 @@ class _ProfiledLoss:
             self.profile = self._profiler.read(total, batch, self._resident)
             self._profiler.close()
         return out
-
-
-def _samples(recipe: Recipe) -> int:
-    micro: int | Literal["auto"] | None = recipe.batch.micro
-    if micro == "auto":
-        return SAMPLES
-    return solve_batch(recipe.batch.size, micro, recipe.batch.accumulation).micro
 
 
 def _notes(recipe: Recipe, profile: GraphProfile) -> list[str]:

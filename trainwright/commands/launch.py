@@ -1,8 +1,19 @@
 """``launch slurm``, ``kubernetes``, ``skypilot`` and ``ray``: writes job files for schedulers.
 
-Each job file except the one for Ray starts one torchrun per machine, with the rendezvous on the first machine. With a
-stack (``cu130``), ``trainwright env`` first checks each machine. Slurm and Kubernetes send a signal before they end a
-job, so that the run saves. They restart the job if the ranks exit with 75 (stopped and saved).
+Each job file except the one for Ray starts one torchrun per machine, with the rendezvous on the first machine. Slurm
+and Kubernetes send a signal before they end a job, so that the run saves. The job is restarted if the ranks exit with
+75 (stopped and saved).
+
+The functions that write a job file have these arguments:
+
+loaded, settings  the recipe, and the overrides that the job repeats
+shape             machines, and ranks of each
+image             the container image
+volume            the volume for the runs, which all machines must be able to write
+grace_s           seconds from the signal to the kill
+stack             the CUDA, driver and NCCL (``cu130``) that each machine must have, or ``trainwright env`` ends the job
+
+They raise RecipeError if the layout of the recipe does not suit the ranks, and UsageError for a wrong option.
 """
 
 from __future__ import annotations
@@ -13,7 +24,7 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trainwright.errors import RecipeError, UsageError, require_choice
@@ -75,12 +86,11 @@ class JobFile:
     def to_json(self) -> dict[str, object]:
         return {"text": self.text, "path": None if self.path is None else str(self.path), "exit": 0}
 
-    def written(self, path: Path | None) -> JobFile:
-        """Write the file to ``path``; None writes nothing. Raises StorageError."""
-        if path is None:
-            return self
-        write_output(path, self.text, "--output")
-        return JobFile(self.text, self.submit, path)
+    def write_to(self, path: Path | None) -> JobFile:
+        """Write the file to ``path``, and return it with its path. None writes nothing. Raises StorageError."""
+        if path is not None:
+            write_output(path, self.text, "--output")
+        return replace(self, path=path)
 
 
 def slurm_job(
@@ -93,20 +103,9 @@ def slurm_job(
     image: str | None = None,
     stack: str | None = None,
 ) -> JobFile:
-    """Return an sbatch script.
+    """Return an sbatch script. ``directives`` are options of sbatch without hyphens, such as ``partition=gpu``.
 
-    Args:
-        loaded: The recipe.
-        shape: Machines, and ranks of each.
-        settings: Overrides of the recipe.
-        grace_s: Time from the signal to the kill.
-        directives: Options of sbatch without hyphens, such as ``partition=gpu``.
-        image: A container image for the Pyxis plugin. None: the current Python interpreter.
-        stack: The combination of CUDA, driver and NCCL that each machine must have before ranks start.
-
-    Raises:
-        RecipeError: The layout of the recipe does not suit the ranks.
-        UsageError: An option is wrong.
+    An ``image`` needs the Pyxis plugin. None: the job uses the current Python interpreter.
     """
     _require_launchable(loaded, shape, grace_s, elsewhere=image is not None)
     defaults = {
@@ -118,7 +117,7 @@ def slurm_job(
         "requeue": "requeue",
         "open-mode": "open-mode=append",
     }
-    header = sbatch_header(defaults, directives, grace_s)
+    header = _sbatch_header(defaults, directives, grace_s)
     recipe = Path(loaded.source.name).absolute()
     trainwright = [sys.executable, "-m", "trainwright"] if image is None else ["trainwright"]
     program = [*trainwright, *_command(str(recipe), settings)]
@@ -142,7 +141,7 @@ def slurm_job(
     )
 
 
-def sbatch_header(defaults: Mapping[str, str], directives: Sequence[str], grace_s: int) -> str:
+def _sbatch_header(defaults: Mapping[str, str], directives: Sequence[str], grace_s: int) -> str:
     """Return the ``#SBATCH`` lines. ``directives`` replace defaults of the same name.
 
     Raises UsageError for invalid options, those that ``--ranks`` sets, and a time limit that leaves no time to train.
@@ -227,18 +226,7 @@ def kubernetes_job(
 ) -> JobFile:
     """Return a manifest with the recipe as a ConfigMap, a headless Service, and an indexed Job. Needs no operator.
 
-    Args:
-        loaded: The recipe.
-        shape: Machines, and ranks of each.
-        image: The container image.
-        volume: The PersistentVolumeClaim for the runs.
-        settings: Overrides of the recipe.
-        grace_s: Time from the signal to the kill.
-        stack: The combination of CUDA, driver and NCCL that each machine must have before ranks start.
-
-    Raises:
-        RecipeError: The layout of the recipe does not suit the ranks.
-        UsageError: The grace is too short, or the stack is unknown.
+    ``volume`` is the name of a PersistentVolumeClaim.
     """
     _require_launchable(loaded, shape, grace_s, elsewhere=True)
     name, check = dns_label(loaded.recipe.name), _stack_check(stack, loaded, shape)
@@ -338,20 +326,9 @@ def skypilot_job(
     settings: Sequence[str] = (),
     stack: str | None = None,
 ) -> JobFile:
-    """Return a SkyPilot task that runs the recipe on machines with the image and the volume for runs.
+    """Return a SkyPilot task. ``volume`` is a SkyPilot volume (``sky volumes``).
 
-    Args:
-        loaded: The recipe.
-        shape: Machines, and ranks of each.
-        image: The container image.
-        volume: A SkyPilot volume (``sky volumes``) for the runs. All machines must be able to write to it.
-        gpu: The accelerator of each rank, such as ``H100``. Required unless the recipe has ``device: cpu``.
-        settings: Overrides of the recipe.
-        stack: The combination of CUDA, driver and NCCL that each machine must have before ranks start.
-
-    Raises:
-        RecipeError: The layout of the recipe does not suit the ranks.
-        UsageError: The accelerator is missing, or the stack is unknown.
+    ``gpu`` is the accelerator of each rank, such as ``H100``. It is required unless the recipe has ``device: cpu``.
     """
     _require_launchable(loaded, shape, MIN_GRACE_S, elsewhere=True)
     on_gpu = loaded.recipe.device != "cpu"
@@ -386,15 +363,8 @@ def skypilot_job(
 def ray_job(loaded: Loaded, shape: Shape, *, folder: str, settings: Sequence[str] = ()) -> JobFile:
     """Return a program that trains the recipe with Ray Train, on the Ray cluster in which it is run.
 
-    Args:
-        loaded: The recipe.
-        shape: Machines, and ranks of each. Ray starts one worker per rank, on any machines that have resources.
-        folder: The folder for runs: an absolute path that all machines can write.
-        settings: Overrides of the recipe.
-
-    Raises:
-        RecipeError: The layout of the recipe does not suit the ranks.
-        UsageError: The folder is not an absolute path.
+    Ray starts one worker per rank, on any machines that have resources. ``folder`` is the folder for the runs: an
+    absolute path that all machines can write.
     """
     _require_launchable(loaded, shape, MIN_GRACE_S)
     if not Path(folder).is_absolute():
@@ -471,11 +441,6 @@ def _require_launchable(loaded: Loaded, shape: Shape, grace_s: int, *, elsewhere
         found = problems_of(loaded, ranks=shape.nodes * shape.each, elsewhere=elsewhere)
     if found:
         raise RecipeError(found)
-    require_grace(grace_s)
-
-
-def require_grace(grace_s: int) -> None:
-    """Raise UsageError for a grace period that is too short for a step and its checkpoint."""
     if grace_s < MIN_GRACE_S:
         rule = f"torchrun needs {SHUTDOWN_MARGIN_S} s of it to end, and the last step and its checkpoint need the rest"
         raise UsageError(f"--grace {grace_s} is too short: {rule}", remedy=f"give at least {MIN_GRACE_S}")

@@ -20,7 +20,7 @@ from trainwright.commands.ladder.result import (
     measured,
     windows,
 )
-from trainwright.commands.ladder.rungs import batch_settings, length_settings, own_length, rungs_of, steps_of
+from trainwright.commands.ladder.rungs import batch_settings, divided_length, length_settings, rungs_of, steps_of
 from trainwright.recipe.load import from_mapping
 from trainwright.runs.records import Found
 from trainwright.trials import Trial
@@ -161,7 +161,7 @@ def test_a_larger_batch_has_the_same_samples_its_rule_and_warm_up() -> None:
     assert batch_settings(recipe, 4, "adamw")["optimizer.lr_rule.rule"] == "sqrt"
     assert settings["schedule.warmup"] == "0.05run"
     assert length_settings(recipe, 200, 4) == {"until": "50steps"}
-    assert own_length(recipe, 4) == {"until": "25steps"}
+    assert divided_length(recipe, 4) == {"until": "25steps"}
     ruled = from_mapping({**RECIPE, "optimizer": {"lr_rule": {"rule": "linear", "base_batch": 8}}}).recipe
     assert "optimizer.lr_rule.rule" not in batch_settings(ruled, 2, "adamw"), "the rule of the recipe stays"
 

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from trainwright.data.ready_batches import ReadyBatches
 from trainwright.data.unwrap import length_of
 from trainwright.engine.loss import Loss
 from trainwright.errors import RecipeError, StoppedError, UsageError, text_of
-from trainwright.recipe import Loaded, load
+from trainwright.recipe import load
 from trainwright.recipe.resolve import LIVE, find, is_live
 from trainwright.recipe.schema import DEFAULT_BATCH_SIZE
 from trainwright.report.bad_cases import NAME, BadCase, BadCases, LossSlice, SamplePreview
@@ -370,18 +370,17 @@ def bad_cases(
     """
     chosen = chosen_model(of, model, str(which), average=average)
     batches = batches_of(chosen, data, batch)
-    groups = Groups(_by_name(by), _columns(batches))
+    groupings = by if isinstance(by, Mapping) else {} if by is None else {_name_of(by): by}
+    groups = Groups(groupings, _columns(batches))
     scores = score(chosen.model, loss_of(chosen, loss), groups.watching(batches))
     found = _cases(scores, groups, batches, count)
-    notes = (
-        (*found.notes, TRAINED_ON_LABELS_NOTE) if chosen.loaded and data == "train" and found.labels else found.notes
-    )
+    is_trained_on = chosen.loaded is not None and data == "train" and bool(found.labels)
     return replace(
         found,
         run="" if chosen.loaded is None else str(of),
         step=chosen.step,
         data=data if isinstance(data, str) else type(batches.steps.dataset).__name__,
-        notes=notes,
+        notes=(*found.notes, TRAINED_ON_LABELS_NOTE) if is_trained_on else found.notes,
     )
 
 
@@ -421,12 +420,6 @@ def _kept(found: BadCases, folder: RunFolder) -> BadCases:
     return found
 
 
-def _by_name(by: Grouping | Mapping[str, Grouping] | None) -> Mapping[str, Grouping]:
-    if by is None:
-        return {}
-    return by if isinstance(by, Mapping) else {_name_of(by): by}
-
-
 def _name_of(by: Grouping) -> str:
     return by.rpartition(":")[2] if isinstance(by, str) else str(getattr(by, "__name__", "group"))
 
@@ -439,11 +432,11 @@ def _columns(batches: EvaluationBatches) -> Sequence[str]:
 def _cases(scores: Scores, groups: Groups, batches: EvaluationBatches, count: int) -> BadCases:
     dataset = batches.steps.dataset
     names = class_names(dataset, scores.tally.classes) if scores.tally else []
-    doubts = _doubts(scores)
-    likely = {place for place, is_likely in doubts.items() if is_likely}
+    suspects = label_order(scores)
+    likely = {place for place, is_likely in suspects.items() if is_likely}
     worst = _worst(scores, count)
     mistakes = _mistakes(scores, count)
-    labels = list(doubts)[: 2 * count]
+    labels = list(suspects)[: 2 * count]
     described = {place: _case(scores, place, names, likely) for place in {*worst, *mistakes, *labels}}
     shown = _shown(batches, [described[place].id for place in described])
     tally = scores.tally
@@ -485,17 +478,6 @@ def _mistakes(scores: Scores, count: int) -> list[int]:
     return found
 
 
-def _doubts(scores: Scores) -> dict[int, bool]:
-    """Map the position of each label to True if the label is likely wrong. The most suspicious label comes first.
-
-    Empty for numeric targets.
-    """
-    if scores.label is None or scores.own is None or scores.top is None or scores.chances is None:
-        return {}
-    found = label_order(scores.label, scores.own, scores.top, scores.chances)
-    return dict(zip(found.order.tolist(), found.likely.tolist(), strict=True))
-
-
 def _case(scores: Scores, place: int, names: Sequence[str], likely: set[int]) -> BadCase:
     case = BadCase(int(scores.ids[place]), float(scores.loss[place]), likely=place in likely)
     if scores.label is not None and scores.predicted is not None and scores.sure is not None:
@@ -523,30 +505,18 @@ def _shown(batches: EvaluationBatches, ids: Sequence[int]) -> dict[int, SamplePr
     return {each: shown_sample(found[each], batches.steps.dataset, side=side) for each in ids if each in found}
 
 
-class LabelOrder(NamedTuple):
-    """Positions of samples, the most suspicious label first. ``likely`` is True where the label is likely wrong."""
-
-    order: NDArray[np.int64]
-    likely: NDArray[np.bool_]
-
-
-def label_order(
-    label: NDArray[np.int64], own: NDArray[np.float64], top: NDArray[np.int64], chances: NDArray[np.float64]
-) -> LabelOrder:
-    """Rank labels by how likely they are wrong (https://arxiv.org/abs/1911.00068). Labels below 0 are left out.
+def label_order(scores: Scores) -> dict[int, bool]:
+    """Map the position of each label to True if it is likely wrong (https://arxiv.org/abs/1911.00068).
 
     The threshold of a class is the mean probability of this class over the samples with its label (equation 2). The
     guess for a sample is the most probable class among those that reach their threshold. A label is likely wrong if the
     guess is another class, which is an off-diagonal entry of the confident joint (equation 1). Likely wrong labels come
     first, all other labels follow. Both groups are ordered by the normalized margin: the probability of the label minus
-    the largest probability of another class (section 3.2).
-
-    Args:
-        label: Labels (N,).
-        own: The probability (N,) that a model gives to each label.
-        top: The most probable classes (N, K), in descending order.
-        chances: The probabilities (N, K) of these classes.
+    the largest probability of another class (section 3.2). Labels below 0 are left out. Empty for numeric targets.
     """
+    label, own, top, chances = scores.label, scores.own, scores.top, scores.chances
+    if label is None or own is None or top is None or chances is None:
+        return {}
     known = np.flatnonzero(label >= 0)
     label, own, top, chances = label[known], own[known], top[known], chances[known]
     classes = int(max(label.max(initial=0), top.max(initial=0))) + 1
@@ -560,7 +530,7 @@ def label_order(
     other = np.where(top == label[:, None], -1.0, chances).max(1)
     likely = guess != label
     order = np.lexsort((own - other, ~likely))
-    return LabelOrder(known[order], likely[order])
+    return dict(zip(known[order].tolist(), likely[order].tolist(), strict=True))
 
 
 FOLD_SETTINGS = (
@@ -614,20 +584,17 @@ class CrossValidation:
 
     def _fold(self, number: int, part: NDArray[np.int64], found: CollectedScores) -> None:
         self._say(f"fold {number + 1} of {self._folds}: training on {int((part != number).sum()):,} samples")
-        mine = np.flatnonzero(part == number)
+        held_out = np.flatnonzero(part == number)
         others = np.flatnonzero(part != number)
         with tempfile.TemporaryDirectory(prefix="trainwright-fold-") as folder:
-            loaded = self._loaded(folder)
-            rest = replace(self._train, dataset=Subset(self._train.dataset, others.tolist()))
+            overrides = [*FOLD_SETTINGS, f"folder={Path(folder).as_posix()}"]
+            loaded = load(self._folder.recipe, overrides=overrides, environ={})
+            train_set = replace(self._train, dataset=Subset(self._train.dataset, others.tolist()))
             model, _ = build_model(loaded, self._train)
-            result = train(loaded, parts=Parts(model, rest, {}, build_loss(loaded)), quiet=True)
+            result = train(loaded, parts=Parts(model, train_set, {}, build_loss(loaded)), quiet=True)
         if result.state is None or result.ending == "stopped":
             raise StoppedError(f"fold {number + 1} was stopped: {result.reason}", remedy="run it again")
         how = replace(self._how, device=next(result.state.model.parameters()).device)
-        left_out = EvaluationBatches(Subset(self._train.dataset, mine.tolist()), how)
-        found.collect(
-            result.state.model, build_loss(loaded), (MicroBatch(micro.data, mine[micro.ids]) for micro in left_out)
-        )
-
-    def _loaded(self, folder: str) -> Loaded:
-        return load(self._folder.recipe, overrides=[*FOLD_SETTINGS, f"folder={Path(folder).as_posix()}"], environ={})
+        batches = EvaluationBatches(Subset(self._train.dataset, held_out.tolist()), how)
+        by_id = (MicroBatch(micro.data, held_out[micro.ids]) for micro in batches)
+        found.collect(result.state.model, build_loss(loaded), by_id)

@@ -45,8 +45,8 @@ from trainwright.commands.ladder.rungs import (
     SECOND_SEED,
     Rung,
     batch_settings,
+    divided_length,
     length_settings,
-    own_length,
     rungs_of,
     steps_of,
     words,
@@ -114,23 +114,23 @@ def ladder(
         >>> found = tw.ladder("recipes/demo-digits.yaml", steps=100)
         >>> found.best_recipe
     """
-    given: object = recipe
-    if not isinstance(given, str | Path):
-        rule = f"ladder takes the path or name of a recipe, not a {type(given).__name__}"
+    passed: object = recipe
+    if not isinstance(passed, str | Path):
+        rule = f"ladder takes the path or name of a recipe, not a {type(passed).__name__}"
         remedy = "each rung is a separate process: write a recipe with model.use: module:callable"
         raise UsageError(rule, remedy=remedy)
     loaded = load(recipe, overrides=settings)
     count = steps_of(loaded.recipe, steps, samples)
     name = f"{loaded.recipe.name[:80]}-ladder"
     place = Path(folder) if folder is not None else Path(loaded.recipe.folder) / name
-    load(
-        recipe, overrides=[*settings, *words(length_settings(loaded.recipe, count))]
-    )  # raises for a warm-up that does not fit
-    tell = say or ((lambda _text: None) if quiet else print)
-    climb = _Climb(Path(recipe), tuple(settings), loaded, count, place, threads or _threads(), budget_s, tell)
+    length = words(length_settings(loaded.recipe, count))
+    load(recipe, overrides=[*settings, *length])  # raises for a warm-up that does not fit
+    show = say or ((lambda _text: None) if quiet else print)
+    end_s = time.monotonic() + budget_s
+    climb = _Climb(Path(recipe), tuple(settings), loaded, count, place, threads or _threads(), end_s, show)
     found = climb.run([*rungs_of(loaded.recipe, skip)])
     if say is None:
-        tell("\n".join(found.lines()))
+        show("\n".join(found.lines()))
     return found
 
 
@@ -141,7 +141,7 @@ def _threads() -> int:
 
 
 @dataclass
-class _HeldRung:
+class _AdoptedRung:
     """The last rung that was adopted, on which the next one builds. ``anchor``: see ``worse``.
 
     ``factor`` is its batch size relative to the recipe's. ``decided`` maps recipe paths to the rungs that decided them.
@@ -156,39 +156,36 @@ class _HeldRung:
     decided: dict[str, str] = field(default_factory=dict)
 
 
+@dataclass
 class _Climb:
-    def __init__(
-        self,
-        recipe: Path,
-        settings: tuple[str, ...],
-        loaded: Loaded,
-        steps: int,
-        folder: Path,
-        threads: int,
-        budget_s: float,
-        say: Callable[[str], None],
-    ) -> None:
-        self._recipe = recipe
-        self._settings = settings
-        self._loaded = loaded
-        self._steps = steps
-        self._folder = folder
-        self._threads = threads
-        self._say = say
-        self._batch = batch_of(loaded.recipe.batch, None).size
-        self._end_s = time.monotonic() + budget_s
-        self._limit_s = math.inf
-        self._rows: list[RungResult] = []
-        self._known: set[str] = set()
-        self._out_of_time = False
-        folder.mkdir(parents=True, exist_ok=True)
+    """A ladder in progress. ``_limit_s`` is the time after which a rung is stopped.
+
+    ``_known`` are the codes of findings in the rungs below. ``_slow`` are the run folders of rungs that were stopped.
+    """
+
+    _recipe: Path
+    _settings: tuple[str, ...]
+    _loaded: Loaded
+    _steps: int
+    _folder: Path
+    _threads: int
+    _end_s: float
+    _say: Callable[[str], None]
+    _limit_s: float = math.inf
+    _rows: list[RungResult] = field(default_factory=list)
+    _known: set[str] = field(default_factory=set)
+    _out_of_time: bool = False
+
+    def __post_init__(self) -> None:
+        self._batch = batch_of(self._loaded.recipe.batch, None).size
+        self._folder.mkdir(parents=True, exist_ok=True)
         self._slow = self._slow_before()
 
     def run(self, rungs: Sequence[Rung]) -> Ladder:
         """Try the rungs in order until one breaks."""
         held, band = self._baseline()
         if held is None or band is None:
-            return self._written(None, None)
+            return self._write_files(None, None)
         for rung in rungs:
             if time.monotonic() > self._end_s and not rung.why_not:
                 self._out_of_time = True
@@ -197,12 +194,12 @@ class _Climb:
             self._add(row)
             if row.verdict.outcome == "adopted" and row.measured:
                 held = self._adopt(rung, row, row.measured, held, band)
-            self._written(held, band)
+            self._write_files(held, band)
             if row.verdict.outcome == "breaks":
                 break
-        return self._written(held, band)
+        return self._write_files(held, band)
 
-    def _baseline(self) -> tuple[_HeldRung | None, Band | None]:
+    def _baseline(self) -> tuple[_AdoptedRung | None, Band | None]:
         """Train the baseline with two seeds. Returns (None, None), which ends the ladder, if the baseline breaks."""
         seed, settings = self._loaded.recipe.seed, {"precision": "fp32", "model.compile": "false"}
         begin_s = time.monotonic()
@@ -219,13 +216,13 @@ class _Climb:
         self._limit_s = MAX_SLOWDOWN * took_s + STARTUP_S
         two, row = self._train(SECOND_SEED, {**settings, "seed": str(seed + 1 if seed < 2**62 else 0)}, 1)
         verdict = _baseline_verdict(two, _warnings(one) | _warnings(two))
-        self._add(replace(self._compared(row, two, one, BASELINE), verdict=verdict))
+        self._add(replace(row.compared(one, BASELINE), verdict=verdict))
         if verdict.outcome == "breaks":
             return None, None
         self._known = {each.code for each in (*one.serious, *two.serious)}
-        return _HeldRung(BASELINE, settings, one, one.loss, self._loaded.recipe.optimizer.use), band_of(one, two)
+        return _AdoptedRung(BASELINE, settings, one, one.loss, self._loaded.recipe.optimizer.use), band_of(one, two)
 
-    def _try(self, rung: Rung, held: _HeldRung, band: Band) -> RungResult:
+    def _try(self, rung: Rung, held: _AdoptedRung, band: Band) -> RungResult:
         if rung.why_not:
             return RungResult(rung.name, RungVerdict("not tried", rung.why_not), {})
         changes, lr = dict(rung.settings), None
@@ -245,17 +242,13 @@ class _Climb:
         if rung_measured.steps == 0:
             return replace(row, verdict=RungVerdict("not tried", _in_one_line(rung_measured.reason)), measured=None)
         verdict = judge(rung.kind, rung_measured, held.measured, held.anchor, band, self._known)
-        return replace(self._compared(row, rung_measured, held.measured, held.name), verdict=verdict)
+        return replace(row.compared(held.measured, held.name), verdict=verdict)
 
-    @staticmethod
-    def _compared(row: RungResult, one: MeasuredRung, below: MeasuredRung, name: str) -> RungResult:
-        return replace(row, below=name, change=one.loss - below.loss, speed=below.sample_s / one.sample_s)
-
-    def _adopt(self, rung: Rung, row: RungResult, found: MeasuredRung, held: _HeldRung, band: Band) -> _HeldRung:
+    def _adopt(self, rung: Rung, row: RungResult, found: MeasuredRung, held: _AdoptedRung, band: Band) -> _AdoptedRung:
         is_better = held.measured.loss - found.loss > band.loss
         changes = {path: value for path, value in row.settings.items() if held.settings.get(path) != value}
         self._known |= {each.code for each in found.serious}
-        return _HeldRung(
+        return _AdoptedRung(
             rung.name,
             dict(row.settings),
             found,
@@ -269,15 +262,15 @@ class _Climb:
         """Train one run, or read it if it is finished."""
         length = length_settings(self._loaded.recipe, self._steps, factor)
         measuring = {"log.every": "1steps", "log.sinks": "[]", "alerts": "null"}
-        asked = [*self._settings, *words({**measuring, **length, **settings})]
-        folder = self._folder / f"{name}-{self._digest(asked)}"
+        overrides = [*self._settings, *words({**measuring, **length, **settings})]
+        folder = self._folder / f"{name}-{self._digest(overrides)}"
         if folder.name in self._slow:
             trial = read_trial(folder)
         else:
             self._say(f"{name} ...")
             self._wait_for(folder)
             limit_s = self._limit_s + (COMPILE_S if settings.get("model.compile") == "true" else 0.0)
-            trial = run_trial(self._recipe_file(), asked, folder, threads=self._threads, limit_s=limit_s)
+            trial = run_trial(self._recipe_file(), overrides, folder, threads=self._threads, limit_s=limit_s)
             if trial.ended == "stopped":
                 self._slow.add(folder.name)
         if trial.ended not in ("finished", "failed", "stopped"):
@@ -302,15 +295,15 @@ class _Climb:
 
     def _range_test(self, rung: Rung, settings: dict[str, str]) -> tuple[float | None, str]:
         """Return the learning rate that a range test finds, or the reason for none."""
-        asked = [*self._settings, *words({**length_settings(self._loaded.recipe, self._steps), **settings})]
-        file = self._folder / f"{rung.name}-lr-{self._digest(asked)}.json"
+        overrides = [*self._settings, *words({**length_settings(self._loaded.recipe, self._steps), **settings})]
+        file = self._folder / f"{rung.name}-lr-{self._digest(overrides)}.json"
         with suppress(UnreadableFile, ValueError):
             found = parse_json(read_text(file))
             if isinstance(found, dict):
                 return _suggested(found)
         self._say(f"{rung.name}: range test of the learning rate ...")
         command = ["lr-range", str(self._recipe_file()), "--steps", str(RANGE_STEPS), "--json"]
-        command += ["--out", str(file.with_suffix(".svg")), *(word for each in asked for word in ("--set", each))]
+        command += ["--out", str(file.with_suffix(".svg")), *(word for each in overrides for word in ("--set", each))]
         try:
             done = subprocess.run(
                 [sys.executable, "-c", _LR_RANGE.format(parent=os.getpid()), *command],
@@ -344,7 +337,7 @@ class _Climb:
             return {Path(str(each["run"])).name for each in rungs if each["outcome"] == "too slow"}
         return set()
 
-    def _written(self, held: _HeldRung | None, band: Band | None) -> Ladder:
+    def _write_files(self, held: _AdoptedRung | None, band: Band | None) -> Ladder:
         """Write the current table, page and best recipe, so that a ladder that is killed leaves them."""
         found = Ladder(self._folder, str(self._recipe), self._steps, self._batch, tuple(self._rows), band)
         found = replace(found, out_of_time=self._out_of_time)
@@ -367,14 +360,14 @@ class _Climb:
         same = [f"OMP_NUM_THREADS={self._threads}", *variables, train, *sets]
         return " ".join([*variables, train]), " ".join(same)
 
-    def _write_best(self, held: _HeldRung) -> None:
+    def _write_best(self, held: _AdoptedRung) -> None:
         """Write the best recipe with a comment at each line that was decided by the recipe or a rung."""
-        own = own_length(self._loaded.recipe, held.factor)
-        loaded = load(self._recipe_file(), overrides=[*self._settings, *words({**held.settings, **own})])
+        length = divided_length(self._loaded.recipe, held.factor)
+        loaded = load(self._recipe_file(), overrides=[*self._settings, *words({**held.settings, **length})])
         notes = dict.fromkeys(self._loaded.stated, "of the recipe")
         notes |= dict.fromkeys(self._loaded.overridden, "--set")
         notes |= notes_of(self._rows, {"precision": BASELINE, "model.compile": BASELINE, **held.decided})
-        notes |= dict.fromkeys(own, f"ladder, {held.name}: as many samples as before")
+        notes |= dict.fromkeys(length, f"ladder, {held.name}: as many samples as before")
         path = self._folder / BEST
         head = [
             f"# The recipe of the rung {held.name}, written by: trainwright ladder {self._recipe}",

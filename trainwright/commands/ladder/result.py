@@ -8,7 +8,7 @@ import re
 import shlex
 import statistics
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -267,8 +267,13 @@ class RungResult:
 
     @property
     def findings(self) -> tuple[Found, ...]:
-        """Findings of warning level and above."""
         return self.measured.serious if self.measured else ()
+
+    def compared(self, below: MeasuredRung, name: str) -> RungResult:
+        """Return the row with its differences from the rung below, whose name is ``name``."""
+        assert self.measured is not None
+        change, speed = self.measured.loss - below.loss, below.sample_s / self.measured.sample_s
+        return replace(self, below=name, change=change, speed=speed)
 
     def cells(self) -> tuple[str, ...]:
         """Return the row as text. The reason for a broken rung is printed separately."""
@@ -352,10 +357,8 @@ class Ladder:
         return BROKEN if self.broke_at else 0
 
     def lines(self) -> list[str]:
-        return [*self.table(), "", *self._band_line(), *self._end(), *self._next()]
-
-    def table(self) -> list[str]:
-        return in_columns([HEAD, *(rung.cells() for rung in self.rungs)])
+        table = in_columns([HEAD, *(rung.cells() for rung in self.rungs)])
+        return [*table, "", *self._band_line(), *self._end(), *self._next()]
 
     def _band_line(self) -> Iterator[str]:
         if self.band:

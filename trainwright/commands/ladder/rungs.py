@@ -104,8 +104,8 @@ def steps_of(recipe: Recipe, steps: int | None, samples: int | None) -> int:
     if samples is not None:
         steps = samples // batch_of(recipe.batch, None).size
     elif steps is None:
-        own = int(recipe.until.value) if recipe.until.unit == "steps" else DEFAULT_STEPS
-        steps = max(MIN_STEPS, min(own, DEFAULT_STEPS))
+        of_recipe = int(recipe.until.value) if recipe.until.unit == "steps" else DEFAULT_STEPS
+        steps = max(MIN_STEPS, min(of_recipe, DEFAULT_STEPS))
     if steps < MIN_STEPS:
         raise UsageError(f"{steps} steps are too few to compare losses", remedy=f"at least {MIN_STEPS} steps")
     return -(-steps // LARGEST_FACTOR) * LARGEST_FACTOR
@@ -123,7 +123,7 @@ def length_settings(recipe: Recipe, steps: int, factor: int = 1) -> Settings:
     return settings
 
 
-def own_length(recipe: Recipe, factor: int) -> Settings:
+def divided_length(recipe: Recipe, factor: int) -> Settings:
     """Return settings that divide the recipe's steps and warm-up by ``factor``; none if its length is not in steps."""
     if factor == 1 or recipe.until.unit != "steps":
         return {}

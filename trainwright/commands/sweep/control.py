@@ -26,6 +26,7 @@ from trainwright.commands.sweep.spec import (
     Sweep,
     differences,
     read_sweep,
+    setting_of,
     spec_of,
     without_overrides,
 )
@@ -80,7 +81,10 @@ def run_sweep(sweep: Sweep, *, say: Say = print, environ: Mapping[str, str] | No
     Raises UsageError if the folder contains another sweep, or another process runs this one.
     """
     import_optional("optuna", needed_for="a sweep")
-    _make_folder(sweep)
+    try:
+        sweep.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"cannot make {sweep.folder}: {error}", remedy="choose another --folder") from None
     with _locked(sweep.folder / LOCK, say) as lock, quiet_optuna(), _stopping() as stop:
         # A process that was killed during a write leaves this lock. No other process writes now.
         (sweep.folder / f"{JOURNAL}.lock").unlink(missing_ok=True)
@@ -270,13 +274,6 @@ class _Control:
         )
         write_results(sweep, result)
         return result
-
-
-def _make_folder(sweep: Sweep) -> None:
-    try:
-        sweep.folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StorageError(f"cannot make {sweep.folder}: {error}", remedy="choose another --folder") from None
 
 
 def _keep_spec(sweep: Sweep) -> None:
@@ -490,8 +487,6 @@ def sweep(
         >>> result = tw.sweep("demo-digits", {"optimizer.lr": "log:1e-3..1"}, trials=8)  # doctest: +SKIP
         >>> result.best.params  # doctest: +SKIP
     """
-    from trainwright.commands.sweep.spec import setting_of
-
     found = read_sweep(
         Path(what),
         over=over,
