@@ -48,16 +48,8 @@ from trainwright.runs.folder import RunFolder
 from trainwright.runs.records import Evidence, Layers, Record, Where
 
 READING = {
-    *(
-        "compare_runs",
-        "diagnose_run",
-        "explain_check",
-        "finding_evidence",
-        "get_series",
-        "get_setup",
-        "layer_statistics",
-    ),
-    *("list_runs", "measurements", "source_lines"),
+    *("compare_runs", "diagnose_run", "explain_check", "finding_evidence", "get_series", "get_setup"),
+    *("layer_statistics", "list_runs", "measurements", "source_lines"),
 }
 RUNNING = {"plan_recipe", "check_recipe"}
 REPLAYING = {"replay_step", "run_experiment", "try_remedy"}
@@ -157,14 +149,16 @@ def test_the_tools_that_read(runs: Path) -> None:
 
 
 def test_source_lines_know_the_budget(runs: Path, tmp_path: Path) -> None:
-    (tmp_path / "long.py").write_text("\n".join(f"value_{n} = {n}" for n in range(1000)))
+    (tmp_path / "long.py").write_text("\n".join(f"value_{n} = {n}" for n in range(1, 1001)))
 
     async def act(ask: Session) -> list[int]:
-        answers = [await ask("source_lines", run="one", line="long.py:500", budget=each) for each in (800, 4000)]
+        budgets = (150, 800, 2000, 8000)
+        answers = [await ask("source_lines", run="one", line="long.py:500", budget=each) for each in budgets]
+        assert all("> 500  value_500 = 500" in each["lines"] and "left_out" not in each for each in answers)
         return [len(each["lines"]) for each in answers]
 
-    small, large = asked(runs, act, code=tmp_path)
-    assert large > 3 * small
+    sizes = asked(runs, act, code=tmp_path)
+    assert sizes == sorted(set(sizes)) and sizes[1] > 13 and sizes[-1] > 300
 
 
 def test_a_series_keeps_its_peaks(tmp_path: Path) -> None:
@@ -388,9 +382,9 @@ def test_a_check_names_what_is_not_ok_and_a_plan_if_it_fits(runs: Path, tmp_path
     async def act(ask: Session) -> None:
         made = await ask("check_recipe", recipe="own:make", budget=4000)
         words = {each["word"] for each in made["result"]["verdicts"]}
-        assert (await ask("plan_recipe", recipe="demo"))["outcome"] == "it fits"
-        planned = (await ask("plan_recipe", recipe="demo", device="h100-80gb", ranks=8))["result"]
-        assert (planned["device"], planned["ranks"]) == ("h100-80gb", 8)
+        planned = await ask("plan_recipe", recipe="demo", device="h100-80gb", ranks=8)
+        assert planned["outcome"] == "it fits"
+        assert (planned["result"]["device"], planned["result"]["ranks"]) == ("h100-80gb", 8)
         assert made["outcome"].startswith("it trains; ") and words and "ok" not in words
 
     asked(runs, act, code=tmp_path)

@@ -176,19 +176,6 @@ def test_calls_without_a_line_or_of_a_module_are_of_no_optimizer() -> None:
     assert optimizer_lines(RunContext([one])) == {0: {"zero_grad": "a.py:3"}}
 
 
-def test_source_lines_grow_with_the_budget(tmp_path: Path) -> None:
-    (tmp_path / "long.py").write_text("\n".join(f"value_{n} = {n}" for n in range(1, 1001)))
-    make_run(tmp_path / "runs", "one", [started()])
-    tools = RunTools(tmp_path / "runs", tmp_path)
-    sizes = []
-    for budget in (150, 800, 2000, 8000):
-        made: Any = tools.source_lines("one", line="long.py:500", budget=budget)
-        text = as_text(answer(made, budget))
-        assert "> 500  value_500 = 500" in text and "left_out" not in text
-        sizes.append(len(made["lines"]))
-    assert sizes == sorted(set(sizes)) and sizes[1] > 13 and sizes[-1] > 300
-
-
 def test_evidence_does_not_repeat_the_diagnosis(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("\n".join(f"line_{n} = {n}" for n in range(1, 40)))
     finding = replace(found(), where=Where(source="train.py:20"))

@@ -53,7 +53,7 @@ def trained(x: Tensor, y: Tensor, *, classes: int, steps: int) -> nn.Module:
 def test_planted_wrong_labels_of_digits_are_among_the_first() -> None:
     train, val = digits("train"), digits("val")
     model, right = trained(train.images, train.labels, classes=10, steps=100), val.labels
-    for seed in range(5):
+    for seed in range(2):
         rng = np.random.default_rng(seed)
         planted, val.labels = rng.choice(len(val), 20, replace=False).tolist(), right.clone()
         for each in planted:

@@ -103,14 +103,6 @@ def test_a_model_is_evaluated_with_metrics() -> None:
         tw.evaluate(model, (x, y), "cross_entropie")
 
 
-def test_a_loss_is_named_as_in_fit() -> None:
-    model, pairs = net(), data(13)
-    by_name = tw.evaluate(model, pairs, "cross_entropy").loss
-    assert by_name == pytest.approx(tw.evaluate(model, pairs, nn.CrossEntropyLoss()).loss, rel=1e-6)
-    with pytest.raises(UsageError, match="cros_entropy"):
-        tw.evaluate(model, pairs, "cros_entropy")
-
-
 def test_a_result_is_evaluated_with_what_its_run_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     sums = {"sum": lambda outputs, targets: outputs.double().sum()}

@@ -93,7 +93,6 @@ NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "use_cache": False}
 MLP: dict[str, Any] = {"use": "mlp", "args": {"sizes": [6, 8, 3]}}
 GPT: dict[str, Any] = {"use": "gpt", "args": {"block_size": 8, "layers": 2, "heads": 2, "d_model": 16}}
 HF: dict[str, Any] = {"use": "hf", "args": {"n_positions": 8, "n_layer": 2, "n_head": 2, "n_embd": 8}}
-LLAMA = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2}
 LORA = {"lora": {"rank": 3, "alpha": 12.0, "dropout": 0.1}}
 LETTERS = {"data": {"train": "mine:Letters"}, "loss": "language_model"}
 HF_LETTERS = {"data": {"train": "mine:Letters"}, "loss": "hf_causal_lm"}
@@ -205,11 +204,20 @@ def test_the_average_is_another_file() -> None:
 
 
 @pytest.mark.slow
-def test_a_run_without_an_average_says_how_to_get_one(result: Result) -> None:
-    with pytest.raises(CheckpointError, match="no average") as caught:
-        export(result.run, format="safetensors", average=True)
-    assert "model.ema" in caught.value.remedy
-    assert list((result.run / "export").iterdir()) == [], "nothing half-written stays"
+@pytest.mark.parametrize(
+    ("options", "message", "remedy"),
+    [
+        ({"format": "safetensors", "average": True}, "no average", "model.ema"),
+        ({"format": "safetensors", "adapter": True}, "trained no adapter", "leave --adapter out"),
+        ({"format": "hf"}, "not for MLP", "safetensors"),
+    ],
+    ids=["average", "adapter", "hf"],
+)
+def test_what_a_run_does_not_have_is_refused(result: Result, options: Any, message: str, remedy: str) -> None:
+    with pytest.raises((CheckpointError, UsageError), match=message) as caught:
+        export(result.run, **options)
+    assert remedy in caught.value.remedy
+    assert list((result.run / "export").glob("*")) == [], "nothing half-written stays"
 
 
 @pytest.mark.slow
@@ -443,12 +451,6 @@ def test_a_tied_weight_is_not_merged_behind_ones_back() -> None:
     assert export(result.run, format="safetensors", adapter=True).tensors == 2
 
 
-@pytest.mark.slow
-def test_adapters_that_are_not_there(result: Result) -> None:
-    with pytest.raises(UsageError, match="trained no adapter"):
-        export(result.run, format="safetensors", adapter=True)
-
-
 # ── the layout of transformers ─────────────────────────────────────────────────────────────────────
 
 
@@ -466,13 +468,10 @@ def test_transformers_loads_the_same_logits(model: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @theirs_warn
-@pytest.mark.parametrize(
-    ("architecture", "sizes"),
-    [("GPT2LMHeadModel", HF["args"]), ("LlamaForCausalLM", LLAMA)],  # GPT-2's layers are transposed
-)
-def test_lora_on_transformers_merged_and_alone(architecture: str, sizes: dict[str, Any]) -> None:
+def test_lora_on_transformers_merged_and_alone() -> None:
+    """GPT-2's layers are transposed."""
     transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
-    result = trained({"use": "hf", "args": {"architecture": architecture, **sizes}, **LORA}, **HF_LETTERS)
+    result = trained({**HF, **LORA}, **HF_LETTERS)
     base, adapted = base_of(result), perplexed(result)
     merged = export(result.run, format="hf")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(merged.path)
@@ -494,14 +493,6 @@ def test_the_layout_of_transformers_needs_no_code_of_the_run(folder: Path) -> No
     with pytest.raises(RecipeError, match="no module 'mine'"):
         export(run, format="hf", out=folder / "other")
     assert export(run, format="safetensors").step == 10
-
-
-@pytest.mark.slow
-def test_other_models_have_no_such_layout(result: Result) -> None:
-    with pytest.raises(UsageError, match="not for MLP") as caught:
-        export(result.run, format="hf")
-    assert "safetensors" in caught.value.remedy
-    assert list((result.run / "export").iterdir()) == []
 
 
 @pytest.mark.slow

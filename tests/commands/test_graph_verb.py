@@ -347,14 +347,6 @@ def test_the_verb_prints_draws_and_answers_in_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_picture_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
-    args = ["graph", str(RECIPES / "gpt-tiny.yaml"), "--svg", str(tmp_path / "no" / "graph.svg")]
-    result = CliRunner().invoke(app, args)
-    assert result.exit_code == 1
-    assert "cannot be written" in result.output and "Traceback" not in result.output
-
-
-@pytest.mark.slow
 def test_the_picture_of_a_run_lies_in_its_folder(tmp_path: Path) -> None:
     run = RunFolder.create(tmp_path, "run")
     run.log.touch()

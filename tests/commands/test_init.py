@@ -130,12 +130,6 @@ def test_an_unknown_kind_is_named_with_the_nearest(tmp_path: Path) -> None:
     assert "did you mean 'table'?" in caught.value.remedy and not (tmp_path / "new").exists()
 
 
-def test_no_kind_is_suggested_that_is_not_near(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="kind must be one of classification, ") as caught:
-        tw.init("foo", tmp_path / "new")
-    assert caught.value.remedy == "choose one of them"
-
-
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="cannot be written"):

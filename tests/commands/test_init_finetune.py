@@ -19,7 +19,7 @@ from tests.finetune.tokenizers import make_tokenizer
 from tests.forked import COMMAND_LINE, run
 from tests.models.hub_server import serving
 from trainwright.cli import app
-from trainwright.commands.init_finetune import DataOptions, gather
+from trainwright.commands.init_finetune import gather
 from trainwright.errors import UsageError
 from trainwright.recipe import load
 
@@ -64,7 +64,8 @@ def test_three_commands_from_a_file_of_conversations_to_a_merged_model(folder: P
             "HF_HUB_OFFLINE": "0",
             "HF_HOME": str(folder / "hf"),
         }
-        for command, env in ((commands[0], {}), (f"{commands[1]} --push user/tiny", online)):
+        short = {"TRAINWRIGHT_UNTIL": "8steps"}
+        for command, env in ((commands[0], short), (f"{commands[1]} --push user/tiny", online)):
             done = run(COMMAND_LINE, *shlex.split(command)[1:], cwd=folder / "tuned", env=env)
             assert done.returncode == 0, done.stdout + done.stderr
     assert f"uploaded: {hub.address}/user/tiny" in done.stderr
@@ -151,7 +152,8 @@ def test_preferences_are_trained_on_by_dpo(folder: Path) -> None:
         "40 pairs (preference)" in text
         and "1 pairs are longer than the 256 positions of the model, and are left out" in text
     )
-    lora, full = (load(project.folder / name, environ={}) for name in ("recipe.yaml", "full.yaml"))
+    short = ["until=6steps"]
+    lora, full = (load(project.folder / name, overrides=short, environ={}) for name in ("recipe.yaml", "full.yaml"))
     assert (lora.recipe.loss.use, lora.recipe.loss.args) == ("dpo", {"beta": 0.1})
     assert lora.recipe.data.train.use == "preference" and lora.recipe.data.train.args["truncate"] == "drop"
     assert lora.recipe.checkpoint.best == "reward_accuracy" and full.recipe.model.lora is None
@@ -240,5 +242,5 @@ def test_a_model_that_predicts_no_next_token_is_refused(folder: Path, config: An
     file = Path("base/config.json")
     file.write_text(json.dumps(json.loads(file.read_text()) | config))
     with pytest.raises(UsageError, match=says) as caught:
-        gather("base", "chats.jsonl", DataOptions())
+        gather("base", "chats.jsonl")
     assert "tw.fit" in caught.value.remedy

@@ -40,21 +40,16 @@ def checks() -> dict[str, MupCheck]:
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_the_standard_parametrization_grows_and_mup_stays_flat(checks: dict[str, MupCheck]) -> None:
+def test_the_standard_parametrization_grows_and_mup_stays_flat(checks: dict[str, MupCheck], tmp_path: Path) -> None:
     grown = {layer.name for layer in checks["gpt2"].layers if layer.verdict == "grows"}
     assert {"blocks.0.mlp.down", "blocks.1.mlp.down", "blocks.1.attention.output", "head"} <= grown
     assert [layer for layer in checks["mup"].layers if layer.verdict != "stable"] == []
     assert [checks[init].exit_code for init in ("gpt2", "mup")] == [3, 0]
     assert " layers grow" in checks["gpt2"].lines()[-2]
     assert checks["mup"].lines()[-1].startswith("verdict  stable")
-
-
-@pytest.mark.slow
-@pytest.mark.process
-def test_the_picture_is_one_svg(checks: dict[str, MupCheck], tmp_path: Path) -> None:
     found = draw(checks["gpt2"], tmp_path / "check.svg")
     top = ElementTree.parse(found.picture).getroot()
-    assert [child.get("y") for child in top if child.tag.endswith("svg")] == ["0", "400"]
+    assert [child.get("y") for child in top if child.tag.endswith("svg")] == ["0", "400"], "one picture of two charts"
 
 
 def test_the_slope_of_a_power_is_its_exponent() -> None:

@@ -162,8 +162,3 @@ def test_mistakes_are_told(folder: Path, trained: Trained, step: int | None, mes
     with pytest.raises(UsageError, match=message) as caught:
         rerun(run.path, step)
     assert caught.value.remedy
-
-
-def test_no_run_at_all(tmp_path: Path) -> None:
-    with pytest.raises(UsageError):
-        rerun(tmp_path / "nothing", 1)

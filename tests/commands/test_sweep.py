@@ -154,17 +154,17 @@ def test_a_sweep_file_is_what_the_command_line_says(tmp_path: Path) -> None:
     assert read_sweep(file, environ={}, trials=3).trials == 3
 
 
-def test_a_key_of_a_sweep_file_that_is_unknown_is_named_with_its_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("trails: 8", r"a.yaml:3: trails: is not a key of a sweep(?s:.)*did you mean 'trials'"),
+        ("trials: '8'", r"a.yaml:3: trials: .*\(got '8'\)"),
+    ],
+)
+def test_a_wrong_line_of_a_sweep_file_is_named(tmp_path: Path, line: str, message: str) -> None:
     prepare(tmp_path)
-    (tmp_path / "a.yaml").write_text("recipe: recipe.yaml\nover: {seed: 0..4}\ntrails: 8\n")
-    with pytest.raises(RecipeError, match=r"a.yaml:3: trails: is not a key of a sweep(?s:.)*did you mean 'trials'"):
-        read_sweep(tmp_path / "a.yaml", environ={})
-
-
-def test_a_number_in_quotes_is_shown_with_its_quotes(tmp_path: Path) -> None:
-    prepare(tmp_path)
-    (tmp_path / "a.yaml").write_text("recipe: recipe.yaml\nover: {seed: 0..4}\ntrials: '8'\n")
-    with pytest.raises(RecipeError, match=r"a.yaml:3: trials: .*\(got '8'\)"):
+    (tmp_path / "a.yaml").write_text(f"recipe: recipe.yaml\nover: {{seed: 0..4}}\n{line}\n")
+    with pytest.raises(RecipeError, match=message):
         read_sweep(tmp_path / "a.yaml", environ={})
 
 

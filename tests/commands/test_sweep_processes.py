@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -23,7 +22,7 @@ from trainwright.commands.sweep import SweepResult, read_sweep, run_sweep
 from trainwright.commands.sweep.control import ValueReader
 from trainwright.commands.sweep.spec import SPEC, SweepBudget
 from trainwright.commands.sweep.study import StudyTrials, TrialRow, quiet_optuna, trial_folder
-from trainwright.errors import UsageError
+from trainwright.errors import MissingExtra, UsageError
 from trainwright.recipe import from_mapping
 from trainwright.recipe.yaml_core import read
 from trainwright.runs.folder import runs_in
@@ -203,11 +202,7 @@ def test_a_sweep_in_a_thread_takes_no_signals(undisturbed: SweepResult) -> None:
     assert found[0].rows == undisturbed.rows
 
 
-def test_without_optuna_the_remedy_is_its_package(recipe: Path) -> None:
-    code = (
-        "import sys; sys.modules['optuna'] = None\n"
-        "import trainwright as tw\n"
-        f"tw.sweep({str(recipe)!r}, {{'seed': [1]}}, folder={str(recipe.parent)!r}, name='without')"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert 'pip install "optuna>=5.0"' in done.stderr
+def test_without_optuna_the_remedy_is_its_package(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(MissingExtra, match=r'pip install "optuna>=5\.0"'):
+        tw.sweep(recipe, {"seed": [1]}, folder=recipe.parent, name="without")

@@ -51,16 +51,11 @@ def section() -> str:
 
 
 def install(folder: Path, *, replace: bool = False) -> Installed:
-    """Write the skill, and a section of AGENTS.md, into a project.
+    """Write the skill, and a section of AGENTS.md, into the project in ``folder``.
 
-    Args:
-        folder: The root of the project.
-        replace: Replace an older or edited version of these texts. The rest of AGENTS.md is never changed.
-
-    Raises:
-        UsageError: The folder does not exist, or ``replace`` is False and another version of the texts exists.
-            Nothing is written.
-        StorageError: A file cannot be written, or is a symbolic link.
+    ``replace`` replaces an older or edited version of these texts. The rest of AGENTS.md is never changed. Raises
+    UsageError if another version of the texts exists and is not to be replaced, and StorageError if a file cannot be
+    written or is a symbolic link.
     """
     if not folder.is_dir():
         raise UsageError(f"{folder} is not a folder", remedy="give the root of your project")

@@ -44,9 +44,8 @@ class ProcessLimits:
 def run_command(arguments: Sequence[str], folder: Path, limits: ProcessLimits) -> Mapping[str, Any]:
     """Run ``trainwright ARGUMENTS --json`` in ``folder``, and return the JSON object that it prints.
 
-    Raises:
-        UsageError: The command reports an error.
-        TrainwrightError: The command exceeded a limit, or ended without a result.
+    Raises UsageError if the command reports an error, and TrainwrightError if it exceeded a limit or ended without a
+    result.
     """
     import_paths = filter(None, (str(folder.absolute()), os.environ.get("PYTHONPATH")))
     mark = secrets.token_hex(16)

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
 from mcp.server.mcpserver import MCPServer
 from mcp.server.mcpserver.exceptions import ResourceError, ToolError
 from mcp.types import CallToolResult, TextContent, ToolAnnotations
+from pydantic import BaseModel, ConfigDict
 from starlette.datastructures import Headers
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from trainwright.agent import answers
 from trainwright.agent.experiments import Experiments
 from trainwright.agent.process import ProcessLimits
 from trainwright.agent.tools import MAX_FILE_BYTES, RunTools
@@ -59,6 +59,13 @@ class ServerOptions:
     limits: ProcessLimits = field(default_factory=ProcessLimits)
 
 
+class Answer(BaseModel):  # noqa: D101  its docstring would be part of the schema that clients get
+    model_config = ConfigDict(extra="allow")
+
+    note: str = ""
+    left_out: dict[str, int] = {}
+
+
 class _Server(MCPServer[Any]):
     async def call_tool(self, name: str, arguments: dict[str, Any], context: Any = None) -> Any:
         """Call a tool. Raises ToolError for an argument that it does not have: the SDK would ignore it."""
@@ -81,31 +88,31 @@ def make_server(options: ServerOptions) -> MCPServer[Any]:
     logging.getLogger("mcp").setLevel(logging.CRITICAL)  # errors of tools are in their answers
     tools = RunTools(options.runs, options.code)
     experiments = Experiments(tools, options.limits)
-    read_only_tools: Mapping[Callable[..., Mapping[str, object]], type] = {
-        tools.list_runs: answers.Runs,
-        tools.diagnose_run: answers.DiagnosisAnswer,
-        tools.finding_evidence: answers.EvidenceAnswer,
-        tools.source_lines: answers.SourceLines,
-        tools.get_series: answers.SeriesAnswer,
-        tools.layer_statistics: answers.LayersAnswer,
-        tools.measurements: answers.MeasurementsAnswer,
-        tools.get_setup: answers.Setup,
-        tools.compare_runs: answers.ComparisonAnswer,
-        tools.explain_check: answers.PageAnswer,
-    }
+    read_only_tools: list[Callable[..., Mapping[str, object]]] = [
+        tools.list_runs,
+        tools.diagnose_run,
+        tools.finding_evidence,
+        tools.source_lines,
+        tools.get_series,
+        tools.layer_statistics,
+        tools.measurements,
+        tools.get_setup,
+        tools.compare_runs,
+        tools.explain_check,
+    ]
     executing_tools: list[Callable[..., Mapping[str, object]]] = [experiments.plan_recipe, experiments.check_recipe]
     if options.allow_replay:
         executing_tools += [experiments.replay_step, experiments.run_experiment, experiments.try_remedy]
-    for function, kind in read_only_tools.items():
-        server.tool(annotations=ToolAnnotations(read_only_hint=True))(_make_tool(function, kind))
+    for function in read_only_tools:
+        server.tool(annotations=ToolAnnotations(read_only_hint=True))(_make_tool(function))
     hints = ToolAnnotations(read_only_hint=False, destructive_hint=False, open_world_hint=False)
     for function in executing_tools:
-        server.tool(annotations=hints)(_make_tool(function, answers.OutcomeAnswer))
+        server.tool(annotations=hints)(_make_tool(function))
     _add_resources(server, tools)
     return server
 
 
-def _make_tool(function: Callable[..., Mapping[str, object]], kind: type) -> Callable[..., CallToolResult]:
+def _make_tool(function: Callable[..., Mapping[str, object]]) -> Callable[..., CallToolResult]:
     """Return the MCP tool of a function. Adds the parameter ``budget``, and cleans answers and error messages."""
     signature = inspect.signature(function, eval_str=True)
     takes_budget = "budget" in signature.parameters
@@ -123,7 +130,7 @@ def _make_tool(function: Callable[..., Mapping[str, object]], kind: type) -> Cal
     )
     tool.__signature__ = signature.replace(  # type: ignore[attr-defined]
         parameters=[*(each for name, each in signature.parameters.items() if name != "budget"), with_budget],
-        return_annotation=Annotated[CallToolResult, kind],
+        return_annotation=Annotated[CallToolResult, Answer],
     )
     tool.__doc__ = f"{' '.join((function.__doc__ or '').split())} {_BUDGET_TEXT}"
     del tool.__wrapped__

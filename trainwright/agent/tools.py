@@ -1,4 +1,4 @@
-"""The read-only tools for agents. Each calls the function behind a command and returns plain values."""
+"""The read-only tools for agents. They return plain values."""
 
 from __future__ import annotations
 
@@ -171,11 +171,9 @@ _HIDDEN_METRICS = {"order", "time_s", "step"}
 
 
 class RunTools:
-    """Reads the runs of one folder. The tools take run names from ``list_runs``, and never build a path from them.
+    """Reads the runs of the folder ``runs``, which may also be a run, and source lines from the folder ``code``.
 
-    Args:
-        runs: The folder of the runs, or a run.
-        code: The folder of the user's code, from which source lines are read.
+    The tools take run names from ``list_runs``, and never build a path from them.
     """
 
     def __init__(self, runs: Path, code: Path) -> None:
@@ -334,7 +332,7 @@ class RunTools:
 
     def layer_statistics(self, run: str, step: int = 0, top: int = 12) -> dict[str, object]:
         """Statistics by layer at the newest recorded step, or at the one nearest to step. Layers whose gradient norm
-        differs most from the median come first.
+        differs from the median by the largest factor come first.
         """
         records = self._records(self.folder(run), Layers, OutputGrads)
         layers = [each for each in records if isinstance(each, Layers)]

@@ -1,10 +1,10 @@
-"""Makes text of a run safe for a language model. All answers to agents pass through this module.
+"""Makes text of a run safe for a language model. All texts of runs in answers to agents pass through this module.
 
 A run folder may come from an untrusted source. Its names, metrics, samples and messages may contain instructions,
-terminal escape sequences, HTML or links. An answer is one JSON object that begins with a note that its texts are data.
-JSON quotes all texts. Control characters are removed, HTML tags and links are disabled, and texts are limited in
-length. If an answer exceeds its budget, its longest lists and mappings are shortened, and ``left_out`` counts the
-removed items.
+terminal escape sequences, HTML or links. The answer of a tool is one JSON object that begins with a note that its texts
+are data. Control characters are removed, HTML tags and Markdown links are disabled, secrets are masked, and texts are
+limited in length. If an answer exceeds its budget, its longest lists, mappings and texts are shortened, and
+``left_out`` counts the removed items.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _HTML = re.compile(r"<(?=[A-Za-z/!?])")
 
 
 def cleaned(text: str, limit: int = MAX_TEXT_CHARS, *, is_code: bool = False) -> str:
-    """Return a text without control characters, HTML tags, links and secrets, of at most ``limit`` characters."""
+    """Return a text of at most ``limit`` characters, without control characters and secrets. Code keeps its ``<``."""
     short = readable(text[: 4 * limit])
     short = INVISIBLE.sub("", _ANSI.sub("", short))
     short = masked_code(short)

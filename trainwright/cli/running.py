@@ -70,8 +70,8 @@ def _keep_alive(options: Sequence[str]) -> list[str]:
     is_small = nodes.isdecimal() and int(nodes) <= MAX_NODES_WITH_FAST_KEEP_ALIVE
     if not is_small or _value(options, "rdzv-backend") != "c10d":
         return []
-    given = _value(options, "rdzv-conf")
-    return [f"--rdzv-conf=keep_alive_interval=1{f',{given}' if given else ''}"]
+    user_conf = _value(options, "rdzv-conf")
+    return [f"--rdzv-conf=keep_alive_interval=1{f',{user_conf}' if user_conf else ''}"]
 
 
 def ranks_of(options: Sequence[str]) -> int | None:

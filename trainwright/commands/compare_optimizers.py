@@ -93,10 +93,10 @@ def compare_optimizers(
 ) -> OptimizerComparison:
     """Train a recipe once with each optimizer, at a learning rate that a range test finds for it.
 
-    Each run has the length, data and seed of the recipe, and its own run folder. Runs are sequential, so that their
-    times are comparable. The arguments of the recipe's optimizer apply to that optimizer only. Weight decay, groups,
-    clipping and schedule apply to all. The learning rate is a tenth of the one at which the loss of the range test was
-    lowest (Smith 2017), or the default of the optimizer if the loss never fell.
+    Each run has the length, data and seed of the recipe, and its base run folder. Runs are sequential, so that their
+    times are comparable. The arguments of the recipe's optimizer apply to that optimizer only. Groups, clipping,
+    schedule, and a weight decay that the recipe states apply to all. The learning rate is the suggestion of the range
+    test (Smith 2017), or the default of the optimizer if the loss never fell.
 
     Args:
         recipe: The path of a recipe, or the name of a built-in one.
@@ -118,10 +118,10 @@ def compare_optimizers(
             f"{len(names)} optimizers are named, {len(set(names))} of them different",
             remedy="name two or more, each once: adamw muon schedulefree",
         )
-    own = load(recipe, overrides=settings)
-    chosen = {name: [*settings, *_settings_of(name, own)] for name in names}
+    base = load(recipe, overrides=settings)
+    chosen = {name: [*settings, *_settings_of(name, base)] for name in names}
     loaded = {name: load(recipe, overrides=each) for name, each in chosen.items()}
-    folder, rows = _new_folder(own), list[ComparedOptimizer]()
+    folder, rows = _new_folder(base), list[ComparedOptimizer]()
     rates = {name: _rate(name, each, range_steps, say) for name, each in loaded.items()}
     for name, (lr, is_found) in rates.items():
         say(f"{name}: trains at lr {lr:.3g}")
@@ -135,11 +135,11 @@ def compare_optimizers(
     return OptimizerComparison(folder, tuple(rows), "val loss" if has_val else "loss")
 
 
-def _settings_of(name: str, own: Loaded) -> list[str]:
-    optimizer = own.recipe.optimizer
+def _settings_of(name: str, base: Loaded) -> list[str]:
+    optimizer = base.recipe.optimizer
     if name in (optimizer.use, *(alias for alias, row in OPTIMIZER_ALIASES.items() if row.factory == optimizer.use)):
         return []
-    kept = ["optimizer.weight_decay"] if "optimizer.weight_decay" in own.stated else []
+    kept = ["optimizer.weight_decay"] if "optimizer.weight_decay" in base.stated else []
     decay = json.dumps(optimizer.weight_decay) if kept else "null"
     return [
         f"optimizer.use={json.dumps(name)}",
@@ -159,10 +159,10 @@ def _rate(name: str, loaded: Loaded, steps: int, say: Callable[[str], None]) -> 
     return float(f"{lr:.3g}"), not suggested
 
 
-def _new_folder(own: Loaded) -> Path:
+def _new_folder(base: Loaded) -> Path:
     """Return a new folder beside the runs of the recipe."""
-    names = (f"{own.recipe.name}-optimizers{f'-{n}' if n > 1 else ''}" for n in itertools.count(1))
-    return next(path for name in names if not (path := Path(own.recipe.folder) / name).exists())
+    names = (f"{base.recipe.name}-optimizers{f'-{n}' if n > 1 else ''}" for n in itertools.count(1))
+    return next(path for name in names if not (path := Path(base.recipe.folder) / name).exists())
 
 
 def _remarks(trial: Trial) -> str:

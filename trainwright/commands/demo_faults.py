@@ -31,7 +31,10 @@ LENGTH = Extent(steps=60)
 
 @dataclass(frozen=True)
 class FaultyLoop:
-    """A small network that predicts the next character, trained by a plain loop. Each field breaks one thing."""
+    """A small network that predicts the next character, trained by a plain loop. ``what`` describes its fault.
+
+    Each field from ``lr`` to ``step`` breaks one thing if it differs from its default.
+    """
 
     what: str = "nothing is broken"
     lr: float = 3e-3

@@ -48,14 +48,9 @@ RUN_SETS = ("train", "val")
 
 @dataclass(frozen=True)
 class ChosenModel:
-    """A model and its origin.
+    """A model and its origin: a run folder (``loaded`` and ``step``), a result of ``tw.fit``, or neither.
 
-    Attributes:
-        model: The model.
-        loaded: The recipe, if the model is from a run folder.
-        step: The step of its checkpoint.
-        result: The result of ``tw.fit``, if the model is from it.
-        parts: The objects of a run that its recorded function built.
+    ``parts`` are the objects that the recorded function of a run built.
     """
 
     model: nn.Module
@@ -215,8 +210,8 @@ def _evaluated(
 
 def _metrics_of(chosen: ChosenModel, loss: Callable[..., Loss | Tensor]) -> MetricSet:
     if chosen.loaded is not None:
-        own = {} if chosen.parts is None else chosen.parts.custom.metrics
-        return metric_set({**own, **named_metrics(chosen.loaded, loss)})
+        custom = {} if chosen.parts is None else chosen.parts.custom.metrics
+        return metric_set({**custom, **named_metrics(chosen.loaded, loss)})
     return NO_METRICS if chosen.result is None else chosen.result.metric_set
 
 

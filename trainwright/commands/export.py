@@ -43,15 +43,9 @@ FORMATS = ("safetensors", "hf", "state_dict")
 
 @dataclass(frozen=True)
 class Exported:
-    """An exported folder of weights.
+    """An exported folder of weights. ``tensors`` is the number of names; a tied weight has several.
 
-    Attributes:
-        path: The folder.
-        format: The format.
-        step: The step of the checkpoint.
-        tensors: Number of names; a tied weight has several.
-        bytes: Size of all files.
-        stepped_over: A message for each newer checkpoint that is damaged.
+    ``stepped_over`` has a message for each newer checkpoint that is damaged.
     """
 
     path: Path
@@ -276,13 +270,8 @@ def rebuilt(run: RunFolder, loaded: Loaded, weights: Mapping[str, object], made:
 def push(folder: Path, name: str, *, private: bool = True) -> str:
     """Upload an exported folder to the hub by ``huggingface_hub``, and return the address of the model.
 
-    Args:
-        folder: The folder.
-        name: The repository, ``user/model``. It is created if it does not exist.
-        private: A new repository is private.
-
-    Raises:
-        UsageError: The hub refuses the upload, or cannot be reached.
+    The repository ``name`` (``user/model``) is created if it does not exist. Raises UsageError if the hub refuses the
+    upload, or cannot be reached.
     """
     hub_errors = import_optional("huggingface_hub.errors", needed_for="--push")
     from huggingface_hub import HfApi

@@ -33,14 +33,9 @@ OnBadRecord: TypeAlias = Literal["stop", "skip"]
 
 @dataclass(frozen=True)
 class NewProject:
-    """A project that ``init`` has written.
+    """A project that ``init`` has written. ``commands`` are those of its README, in order.
 
-    Attributes:
-        kind: Its kind.
-        folder: Its folder.
-        files: Names of files in the folder.
-        commands: The commands of its README, in order.
-        missing: Modules that it imports and that are not installed.
+    ``missing`` are modules that it imports and that are not installed.
     """
 
     kind: str
@@ -138,7 +133,7 @@ def _finetune_files(
             "init finetune needs a model and a file of data",
             remedy="trainwright init finetune --model FOLDER --data FILE.jsonl",
         )
-    from trainwright.commands.init_finetune import DataOptions, files_of, gather
+    from trainwright.commands.init_finetune import files_of, gather
 
-    options = DataOptions(None if chat_template is None else str(chat_template), on_bad_record)
-    return files_of(gather(str(model), str(data), options))
+    template = None if chat_template is None else str(chat_template)
+    return files_of(gather(str(model), str(data), chat_template=template, on_bad_record=on_bad_record))

@@ -7,7 +7,7 @@ import re
 import struct
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from math import prod
 from pathlib import Path
@@ -36,19 +36,6 @@ DATASETS: dict[Use, type[TokenizedSet]] = {each.use: each for each in (Chat, Ins
 
 
 @dataclass(frozen=True)
-class DataOptions:
-    """Options of the data set of ``finetune``, which its recipes repeat.
-
-    Attributes:
-        chat_template: A file with a chat template. None: the tokenizer's template.
-        on_bad_record: The reaction to a record that cannot be used.
-    """
-
-    chat_template: str | None = None
-    on_bad_record: OnBadRecord = "stop"
-
-
-@dataclass(frozen=True)
 class Facts:
     """The facts about a model and a file from which the recipes are written.
 
@@ -64,8 +51,8 @@ class Facts:
         lengths: Median and maximum number of tokens of a sample. A pair counts as its prompt and longer completion.
         longer: Samples that are longer than the limit.
         padding: Fraction of the tokens that are padding if each batch is padded to its longest sample.
-        options: Options of the data set.
         val_split: Name of the validation split of the data; None if a fraction is held out.
+        chat_template: A file with a chat template. None: the tokenizer's template.
     """
 
     model: str
@@ -79,8 +66,9 @@ class Facts:
     lengths: tuple[int, int]
     longer: int
     padding: float
-    options: DataOptions
-    val_split: str | None = None
+    val_split: str | None
+    chat_template: str | None
+    on_bad_record: OnBadRecord
 
     @property
     def are_pairs(self) -> bool:
@@ -100,14 +88,12 @@ class Facts:
         return _batch_size(self.samples)
 
 
-def gather(model: str, data: str, options: DataOptions) -> Facts:
+def gather(model: str, data: str, *, chat_template: str | None = None, on_bad_record: OnBadRecord = "stop") -> Facts:
     """Read the configuration of the model, and tokenize the file. No weights are read.
 
-    Raises:
-        UsageError: There is no such model or file, its layout is not known, or a record cannot be used.
+    Raises UsageError if there is no such model or file, its layout is not known, or a record cannot be used.
     """
-    if options.chat_template is not None:
-        options = replace(options, chat_template=_absolute(options.chat_template))
+    chat_template = None if chat_template is None else _absolute(chat_template)
     folder = find_folder(model)
     require_weights(folder)
     config = read_json(folder / "config.json")
@@ -115,7 +101,7 @@ def gather(model: str, data: str, options: DataOptions) -> Facts:
     use, layout = _layout(data)
     name, path = _absolute(model), _absolute(data)
     try:
-        tokenized = DATASETS[use](path, tokenizer=str(folder), **asdict(options))
+        tokenized = DATASETS[use](path, tokenizer=str(folder), chat_template=chat_template, on_bad_record=on_bad_record)
     except UsageError as error:
         remedy = f"{error.remedy}. Options of init: --chat-template FILE, --on-bad-record skip"
         raise UsageError(error.message, remedy=remedy) from None
@@ -134,8 +120,9 @@ def gather(model: str, data: str, options: DataOptions) -> Facts:
         (int(np.median(lengths)), int(lengths.max())),
         0 if limit is None else int((lengths > limit).sum()),
         _padding(lengths if limit is None else np.minimum(lengths, limit), _batch_size(len(lengths))),
-        options,
         validation_split(path),
+        chat_template,
+        on_bad_record,
     )
 
 
@@ -203,17 +190,17 @@ def recipe_text(facts: Facts, *, lora: bool) -> str:
             + ("left out" if facts.are_pairs else "cut")
         )
     args = f"path: {json.dumps(facts.data)}{held}{cut}"
-    if facts.options.chat_template is not None:
-        args += f", chat_template: {json.dumps(facts.options.chat_template)}"
-    if facts.options.on_bad_record != "stop":
-        args += f", on_bad_record: {facts.options.on_bad_record}"
+    if facts.chat_template is not None:
+        args += f", chat_template: {json.dumps(facts.chat_template)}"
+    if facts.on_bad_record != "stop":
+        args += f", on_bad_record: {facts.on_bad_record}"
     lines.append(f"  train: {{use: {facts.use}, args: {{{args}}}}}")
     if val_split:
         lines.append(f"  val: {{use: {facts.use}, args: {{{args}, {val_split}}}}}")
     if facts.padding > MAX_PADDING_FRACTION and not facts.are_pairs:
         lines.append(f"  # in rows of their own, {facts.padding:.0%} of the tokens of a batch would be padding")
         lines.append("  packing: padding_free")
-    lines += [*_objective(facts, lora)]
+    lines += _objective(facts, lora)
     if val_split:
         lines.append("evaluation: {every: 0.2run}")
     if val_split and facts.are_pairs:
@@ -261,8 +248,8 @@ def _padding(lengths: NDArray[np.int64], batch: int) -> float:
 def _readme(facts: Facts) -> str:
     template = ""
     if facts.use in ("chat", "instruct"):
-        given = facts.options.chat_template
-        template = f", with the chat template `{given}`" if given else ", with its chat template"
+        file = facts.chat_template
+        template = f", with the chat template `{file}`" if file else ", with its chat template"
     by = ", both by direct preference optimization" if facts.are_pairs else ""
     return f"""# Fine-tuning
 

@@ -35,7 +35,7 @@ from trainwright.runs.storage import write_output
 from trainwright.training.problems import problems_of
 
 MAX_RESTARTS = 3
-"""Number of times that torchrun restarts the ranks before the job fails. They resume from the newest checkpoint."""
+"""Number of restarts after failures before the job fails. The ranks resume from the newest checkpoint."""
 MAX_POD_FAILURES = 3
 """Number of failed pods per node before the job fails. Exit code 75 does not count as a failure."""
 FINAL_EXIT_CODES = (2, 3)

@@ -110,8 +110,7 @@ class NewCheck:
 def new_check(code: str, root: Path = Path()) -> NewCheck:
     """Write the files of a new check into the checkout of Trainwright in ``root``.
 
-    Raises:
-        UsageError: ``root`` is not a checkout, or the code is not ``topic.name`` with a known topic, or exists.
+    Raises UsageError if ``root`` is not a checkout, or the code is not ``topic.name`` with a known topic, or exists.
     """
     topic, _, name = code.partition(".")
     folder = root / "trainwright" / "doctor"

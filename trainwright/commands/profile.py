@@ -36,7 +36,7 @@ from trainwright.training.run import process_settings, train
 from trainwright.training.subject import Build
 
 BLOCK_S = 0.1
-"""Minimum seconds of a block of more than one step."""
+"""Approximate seconds of a block of several steps."""
 MAX_STEPS_PER_BLOCK = 100
 WARM_STEPS = 4
 MAX_OVERRUN_FRACTION = 0.25
@@ -57,7 +57,7 @@ def num_rounds(round_s: float, left_s: float, budget_s: float, later: int) -> in
 class Trials:
     """Tries one remedy after the other while ``budget_s`` lasts. ``build`` makes the run with further settings.
 
-    A block has the number of steps that take ``block_s``, at least one.
+    A block has the number of steps that take about ``block_s``, at least one and at most ``MAX_STEPS_PER_BLOCK``.
     """
 
     def __init__(

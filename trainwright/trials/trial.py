@@ -29,11 +29,12 @@ GRACE_S = 60.0
 OUTPUT_BYTES = 20_000
 """The bytes at the end of a trial's output that are read for the reason of a failure."""
 _FOLDER_KEYS = ("folder", "name")
-_CHILD_PROGRAM = (
+CHILD_PROGRAM = (
     "import sys; sys.argv[0] = 'trainwright'\n"
     "from trainwright.trials.child import end_with; end_with({parent})\n"
     "from trainwright.cli import main; main()"
 )
+"""Runs the command line in a process that ends with its ``{parent}``."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +174,7 @@ class TrialProcess:
             folder.parent.mkdir(parents=True, exist_ok=True)
             with output_of(folder).open("ab" if is_resumed else "wb") as output:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-c", _CHILD_PROGRAM.format(parent=os.getpid()), *words],
+                    [sys.executable, "-c", CHILD_PROGRAM.format(parent=os.getpid()), *words],
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,

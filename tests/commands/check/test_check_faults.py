@@ -158,6 +158,7 @@ def test_a_range_test_has_all_of_its_steps_or_gives_no_verdict(budget_s: float, 
 def test_no_time_is_no_fault() -> None:
     """A validation set whose first batch took all of it has been evaluated on that batch."""
     found = checked({}, UNTRAINED)
+    assert found.trains is None and found.exit_code == 0, "nothing is claimed"
     assert [v for v in found.verdicts if v.word in ("warn", "fail")] == []
     assert "evaluation" in [v.what for v in found.verdicts if v.word == "ok"]
 

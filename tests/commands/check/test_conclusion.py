@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.commands.check.checked import AMPLE, UNTRAINED, checked, model
+from tests.commands.check.checked import AMPLE, checked, model
 from trainwright.commands.check.learning import ONE_BATCH_MAX_STEPS, BatchFit, RateEvidence, by_heart, learning_rate
 from trainwright.commands.check.samples import _parts
 from trainwright.commands.check.smoke import SmokeRun, afterwards, diagnosed, trained
@@ -201,17 +201,6 @@ def test_a_rate_above_the_explosion_of_its_own_range_test_fails() -> None:
     [rate] = [each for each in found.verdicts if each.what == "learning rate"]
     assert rate.word == "fail" and "explodes at" in rate.seen, [v.seen for v in found.verdicts]
     assert found.exit_code == 3 and found.trains is False
-
-
-@pytest.mark.slow
-def test_a_healthy_recipe_is_shown_to_learn() -> None:
-    found = checked({}, AMPLE)
-    assert found.trains is True and "this would train" in found.summary()
-
-
-def test_without_time_to_train_nothing_is_claimed() -> None:
-    found = checked({}, UNTRAINED)
-    assert found.trains is None and found.exit_code == 0
 
 
 @pytest.mark.slow

@@ -106,7 +106,7 @@ def known_of(dataset: AnyDataset, name: str) -> object:
 
 
 def class_names(dataset: AnyDataset, count: int) -> list[str]:
-    """Return the class names of a dataset (``labels``, ``classes``, or ``vocabulary``), or numbers."""
+    """Return the class names of a dataset, from the first attribute that lists ``count`` texts, or numbers."""
     for name in ("labels", "classes", "class_names", "vocabulary"):
         found = known_of(dataset, name)
         if isinstance(found, Sequence) and len(found) == count and all(isinstance(each, str) for each in found):
@@ -481,7 +481,7 @@ def _mistakes(scores: Scores, count: int) -> list[int]:
 def _case(scores: Scores, place: int, names: Sequence[str], likely: set[int]) -> BadCase:
     case = BadCase(int(scores.ids[place]), float(scores.loss[place]), likely=place in likely)
     if scores.label is not None and scores.predicted is not None and scores.sure is not None:
-        own = float(scores.own[place]) if scores.own is not None else None
+        own = float(scores.label_chance[place]) if scores.label_chance is not None else None
         sure = float(scores.sure[place])
         label = int(scores.label[place])
         label_name = names[label] if label >= 0 else ""
@@ -514,14 +514,14 @@ def label_order(scores: Scores) -> dict[int, bool]:
     first, all other labels follow. Both groups are ordered by the normalized margin: the probability of the label minus
     the largest probability of another class (section 3.2). Labels below 0 are left out. Empty for numeric targets.
     """
-    label, own, top, chances = scores.label, scores.own, scores.top, scores.chances
-    if label is None or own is None or top is None or chances is None:
+    label, label_chance, top, chances = scores.label, scores.label_chance, scores.top, scores.chances
+    if label is None or label_chance is None or top is None or chances is None:
         return {}
     known = np.flatnonzero(label >= 0)
-    label, own, top, chances = label[known], own[known], top[known], chances[known]
+    label, label_chance, top, chances = label[known], label_chance[known], top[known], chances[known]
     classes = int(max(label.max(initial=0), top.max(initial=0))) + 1
     counts = np.bincount(label, minlength=classes)
-    sums = np.bincount(label, weights=own, minlength=classes)
+    sums = np.bincount(label, weights=label_chance, minlength=classes)
     thresholds = np.where(counts > 0, sums / np.maximum(counts, 1), np.inf)
     reached = np.where(chances >= thresholds[top], chances, -1.0)
     best = reached.argmax(1)
@@ -529,7 +529,7 @@ def label_order(scores: Scores) -> dict[int, bool]:
     guess = np.where(reached[rows, best] >= 0, top[rows, best], label)
     other = np.where(top == label[:, None], -1.0, chances).max(1)
     likely = guess != label
-    order = np.lexsort((own - other, ~likely))
+    order = np.lexsort((label_chance - other, ~likely))
     return dict(zip(known[order].tolist(), likely[order].tolist(), strict=True))
 
 

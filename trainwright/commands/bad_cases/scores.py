@@ -54,9 +54,9 @@ class Classification(NamedTuple):
 class Scores:
     """Losses and predictions of each sample, in the order of the data.
 
-    If each sample has one class: ``label``, ``predicted``, the probabilities of both (``own``, ``sure``), and the most
-    probable classes ``top`` (count, K) with their ``chances``. If a number is predicted: ``values`` with (target,
-    output). All others are None. ``tally`` counts all classified rows.
+    If each sample has one class: ``label``, ``predicted``, the probabilities of both (``label_chance``, ``sure``), and
+    the most probable classes ``top`` (count, K) with their ``chances``. If a number is predicted: ``values`` with
+    (target, output). All others are None. ``tally`` counts all classified rows.
     """
 
     ids: Ints
@@ -64,7 +64,7 @@ class Scores:
     weight: Floats
     label: Ints | None
     predicted: Ints | None
-    own: Floats | None
+    label_chance: Floats | None
     sure: Floats | None
     top: Ints | None
     chances: Floats | None
@@ -284,27 +284,27 @@ class CollectedScores:
             self._unit = "tokens" if len(seen.shape) == 2 else "pixels"
             return
         top = chances.topk(min(NUM_TOP_CLASSES, chances.shape[1]))
-        own = chances.gather(1, seen.label.clamp(min=0)[:, None])[:, 0]
-        columns = {"label": seen.label, "predicted": most.indices, "own": own, "sure": most.values}
+        label_chance = chances.gather(1, seen.label.clamp(min=0)[:, None])[:, 0]
+        columns = {"label": seen.label, "predicted": most.indices, "label_chance": label_chance, "sure": most.values}
         for name, values in {**columns, "top": top.indices, "chances": top.values}.items():
             self._append(name, values.cpu().numpy())
 
     def scores(self, *, by_id: bool = False) -> Scores:
         """Return the scores of all samples, in the order of collection or by their ids."""
-        whole = {name: np.concatenate(values) for name, values in self._columns.items()}
-        count = len(whole["ids"])
-        order = np.argsort(whole["ids"], kind="stable") if by_id else slice(None)
+        joined = {name: np.concatenate(values) for name, values in self._columns.items()}
+        count = len(joined["ids"])
+        order = np.argsort(joined["ids"], kind="stable") if by_id else slice(None)
 
         def of_all(name: str) -> NDArray[Any] | None:
-            return whole[name][order] if len(whole.get(name, ())) == count else None
+            return joined[name][order] if len(joined.get(name, ())) == count else None
 
         return Scores(
-            whole["ids"][order],
-            whole["total"][order],
-            whole["weight"][order],
+            joined["ids"][order],
+            joined["total"][order],
+            joined["weight"][order],
             label=of_all("label"),
             predicted=of_all("predicted"),
-            own=of_all("own"),
+            label_chance=of_all("label_chance"),
             sure=of_all("sure"),
             top=of_all("top"),
             chances=of_all("chances"),
@@ -318,7 +318,7 @@ class CollectedScores:
 NUM_BINS = 15
 """Number of probability bins, as in Guo et al. 2017."""
 MAX_CLASSES = 2048
-"""With more classes, confusions are not counted: the matrix would need gigabytes."""
+"""With more classes, confusions are not counted: the matrix of 2,048 classes already takes 32 MiB."""
 MAX_PAIRS_SHOWN = 20
 
 

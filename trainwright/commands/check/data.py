@@ -118,13 +118,7 @@ def _targets_vary(train: DatasetSample) -> bool:
 
 
 def labels(train: DatasetSample, classes: int | None, ignored: int = IGNORE) -> Iterator[Verdict]:
-    """Check the range and balance of labels.
-
-    Args:
-        train: The samples.
-        classes: Outputs of the model; None if unknown.
-        ignored: The ``ignore_index`` of its cross-entropy.
-    """
+    """Check the range and balance of labels. ``classes`` is the number of outputs of the model; None if unknown."""
     seen = train.labels()
     if seen is None:
         yield from _real_targets(train)

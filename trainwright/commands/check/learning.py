@@ -106,18 +106,11 @@ def plausible(found: LrRange | None, lr: float) -> list[float]:
 
 @dataclass
 class BatchFit:
-    """The result of overfitting a few samples.
+    """The result of overfitting a few samples: the first, lowest finite and last loss, after ``steps`` updates.
 
-    Attributes:
-        first: The first loss.
-        best: The lowest finite loss.
-        last: The last loss.
-        steps: Updates taken.
-        lr: The learning rate.
-        constant: True if all predictions are equal afterwards.
-        dead: Layers whose units are all 0.
-        zero_grads: Parameters whose gradient was 0 in each examined step.
-        zeros: Weights in ``zero_grads`` whose values are all 0, so that they stay 0.
+    ``constant`` is True if all predictions are equal afterwards. ``dead`` are layers whose units are all 0,
+    ``zero_grads`` parameters whose gradient was 0 in each examined step, and ``zeros`` those of them whose values are
+    all 0, so that they stay 0.
     """
 
     first: float = math.nan
@@ -228,13 +221,9 @@ def _inspect(sandbox: Sandbox, model: nn.Module, micro: MicroBatch) -> tuple[boo
 
 
 def by_heart(fits: Sequence[BatchFit], lr: float, *, inputs_vary: bool, chance: float | None) -> Iterator[Verdict]:
-    """Yield the verdict on overfitting a few samples, and on symptoms that appeared.
+    """Yield the verdict on overfitting a few samples, and on symptoms that appeared. The best of ``fits`` counts.
 
-    Args:
-        fits: Trainings at several rates, of which the best counts.
-        lr: The learning rate of the recipe.
-        inputs_vary: True if the samples have different inputs.
-        chance: The loss of a guess; None if it is unknown.
+    ``lr`` is the learning rate of the recipe. ``chance`` is the loss of a guess; None if it is unknown.
     """
     fit = best_of(fits)
     yield from _symptoms(fit, inputs_vary)
@@ -293,15 +282,10 @@ CODE_LOW = "optim.lr_too_low"
 
 @dataclass(frozen=True)
 class RateEvidence:
-    """Measurements about the peak learning rate ``lr`` of a recipe.
+    """Measurements about the peak learning rate ``lr`` of a recipe whose run has ``num_steps`` steps.
 
-    Attributes:
-        lr: The peak learning rate.
-        num_steps: Steps of the full run.
-        moved: Norm of the first update / norm of the weights.
-        found: The range test; None if there was no time for it.
-        fits: Trainings on one batch, at the recipe's rate and at others.
-        smoke: The smoke run.
+    ``moved`` is the norm of the first update / norm of the weights. ``found`` is the range test; None if there was no
+    time for it. ``fits`` are trainings on one batch, at the recipe's rate and at others.
     """
 
     lr: float

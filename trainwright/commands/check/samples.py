@@ -43,16 +43,12 @@ class SampleItem:
 
 @dataclass
 class DatasetSample:
-    """The samples that were read from a dataset.
+    """The samples that were read from a dataset of ``size`` samples (None for a stream).
 
-    Attributes:
-        size: Samples of the dataset; None for a stream.
-        items: The samples that were read.
-        seconds: Time for reading them, without interruptions by other processes.
-        failed: The first sample that could not be read, and the reason.
-        fatal: True if that sample ended or blocked the process that read it, so that it must not be read in this one.
-        random: True if two readings of a sample differ.
-        left_out: Number of samples that the caller excluded.
+    ``seconds`` is the time for reading them, without interruptions by other processes. ``failed`` is the first sample
+    that could not be read, and the reason. ``fatal`` is True if it ended or blocked the process that read it, so that
+    it must not be read in this one. ``random`` is True if two readings of a sample differ. The caller excluded
+    ``left_out`` samples.
     """
 
     size: int | None

@@ -1,4 +1,4 @@
-"""Runs the first hundred steps of a recipe, watched by the doctor, in a folder that is removed afterwards."""
+"""Runs up to a hundred steps of a recipe in a temporary folder, watched by the doctor if time allows."""
 
 from __future__ import annotations
 
@@ -45,18 +45,9 @@ MAX_GUESS_RATIO = 1.05
 class SmokeRun:
     """The results of the first steps.
 
-    Attributes:
-        guess: The loss of a constant model; None if it is unknown.
-        peak_lr: The highest learning rate of these steps.
-        losses: The training losses.
-        skipped: Updates that were skipped.
-        seconds: Time of the steps.
-        watched: True if the doctor watched.
-        epochs: Epochs that were trained.
-        error: The message and remedy of an error that ended the steps. The same for ``val_error`` and ``save_error``.
-        findings: The findings of the doctor.
-        val_loss: The validation loss; None without a validation set.
-        saved_bytes: Size of the checkpoint.
+    ``guess`` is the loss of a constant model; None if it is unknown. ``peak_lr`` is the highest learning rate of these
+    steps. ``watched`` is True if the doctor watched. An error is its message and remedy. ``val_loss`` is None without a
+    validation set.
     """
 
     guess: float | None = None

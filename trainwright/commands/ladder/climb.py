@@ -59,7 +59,7 @@ from trainwright.runs.files import UnreadableFile, parse_json, read_text
 from trainwright.runs.lock import is_locked
 from trainwright.runs.provenance import modules_of
 from trainwright.runs.storage import write_atomically
-from trainwright.trials import read_trial, run_trial
+from trainwright.trials.trial import CHILD_PROGRAM, read_trial, run_trial
 
 MAX_SLOWDOWN = 4.0
 """Time of a rung / time of the baseline above which the rung is stopped, because it does not pay."""
@@ -70,9 +70,6 @@ COMPILE_S = 600.0
 RANGE_STEPS = 100
 POLL_S = 0.5
 MAX_REASON_CHARS = 300
-_LR_RANGE = (
-    "from trainwright.trials.child import end_with; end_with({parent})\nfrom trainwright.cli import main; main()"
-)
 
 
 def ladder(
@@ -306,7 +303,7 @@ class _Climb:
         command += ["--out", str(file.with_suffix(".svg")), *(word for each in overrides for word in ("--set", each))]
         try:
             done = subprocess.run(
-                [sys.executable, "-c", _LR_RANGE.format(parent=os.getpid()), *command],
+                [sys.executable, "-c", CHILD_PROGRAM.format(parent=os.getpid()), *command],
                 capture_output=True,
                 text=True,
                 check=False,

@@ -24,7 +24,7 @@ Outcome = Literal["baseline", "adopted", "breaks", "does not pay", "not better",
 NUM_WINDOWS = 16
 """Windows of equally many samples over which the training loss is averaged."""
 BAND_FACTOR = 2.0
-"""Half width of the band / difference of two seeds. Of runs that differ only by chance, 95 % are inside the band."""
+"""Half width of the band / difference of two seeds. A third seed may still be outside of the band by chance."""
 MIN_BAND = 0.01
 """Fraction of the loss. Two seeds may agree by chance, so differences below 1 % are accepted."""
 MIN_GAIN = 0.05
@@ -41,17 +41,9 @@ RESOURCE_CODES = ("resources.",)
 class MeasuredRung:
     """Measurements by which rungs are compared.
 
-    Attributes:
-        loss: The final validation loss, or without a validation set the mean of the last sixteenth of the training
-            losses.
-        curve: Mean training losses of ``NUM_WINDOWS`` windows of equally many samples.
-        sample_s: Median time of a step in the second half of the run, divided by its samples.
-        peak_bytes: Peak memory.
-        steps: Optimizer steps.
-        skipped: Updates that were skipped.
-        ended: How the run ended.
-        reason: Why, if it did not finish.
-        findings: The findings of the doctor.
+    ``loss`` is the final validation loss, or without a validation set the last value of ``curve``: the mean training
+    losses of ``NUM_WINDOWS`` windows of equally many samples. ``sample_s`` is the median time of a step in the second
+    half of the run, divided by its samples.
     """
 
     loss: float
@@ -241,18 +233,11 @@ HEAD = ("rung", "loss", "change", "a sample", "speed", "memory", "skipped", "ver
 
 @dataclass(frozen=True)
 class RungResult:
-    """One row of the table.
+    """One row of the table. ``settings`` are all overrides of the recipe in its run.
 
-    Args:
-        name: The name of the rung.
-        verdict: Its outcome.
-        settings: All overrides of the recipe in its run.
-        run: Its run folder; None if it was not tried.
-        measured: Its measurements; None if it was not tried or did not finish.
-        below: The name of the rung that it is compared with.
-        change: Its loss minus the loss of the rung below.
-        speed: Time per sample of the rung below / time per sample of this one.
-        lr: The learning rate that a range test found for it.
+    ``run`` is its run folder; None if it was not tried. ``measured`` is None if it was not tried or did not finish.
+    ``below`` is the name of the rung that it is compared with, ``change`` its loss minus the loss of that rung, and
+    ``speed`` the time per sample of that rung / its own. ``lr`` is the learning rate that a range test found for it.
     """
 
     name: str
@@ -315,19 +300,12 @@ class RungResult:
 
 @dataclass(frozen=True)
 class Ladder:
-    """The result of ``trainwright ladder``.
+    """The result of ``trainwright ladder``: its ``rungs`` in order, and ``best``, the name of the last adopted one.
 
-    Args:
-        folder: The folder with ``ladder.json``, ``ladder.html``, ``best.yaml`` and the run folders.
-        recipe: The original recipe.
-        steps: Steps of the baseline.
-        batch: Samples in each step of the baseline.
-        rungs: The rows in order.
-        band: The band of two seeds; None if the baseline itself breaks.
-        best: The name of the last rung that was adopted.
-        train: The command that trains ``best.yaml``; "" if there is none.
-        repeat: The command that repeats the run of its rung.
-        out_of_time: True if ``--budget`` ended it.
+    ``folder`` has ``ladder.json``, ``ladder.html``, ``best.yaml`` and the run folders. The baseline has ``steps`` steps
+    of ``batch`` samples. ``band`` is None if the baseline itself breaks. The command ``train`` trains ``best.yaml``,
+    and ``repeat`` repeats the run of its rung; both are "" without it. ``--budget`` ended an ``out_of_time``
+    ladder.
     """
 
     folder: Path

@@ -39,15 +39,11 @@ Settings = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Rung:
-    """One change to the rung below.
+    """One change to the rung below. ``name`` is one of ``NAMES``.
 
-    Args:
-        name: One of ``NAMES``.
-        kind: numerics: the loss must hold. optimizer: an alternative with its own learning rate. batch: the loss must
-            hold at the same number of samples.
-        settings: The settings that it changes.
-        why_not: The reason for skipping it, else "".
-        factor: Samples in a step, relative to the recipe.
+    The kind numerics must preserve the loss. The kind optimizer is an alternative with its own learning rate. The kind
+    batch must preserve the loss at the same number of samples. ``why_not`` is the reason for skipping it, else "".
+    ``factor`` is the number of samples in a step, relative to the recipe.
     """
 
     name: str

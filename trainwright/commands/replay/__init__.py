@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from trainwright.assembly.assemble import Parts
 from trainwright.commands.replay.change import change_of
 from trainwright.commands.replay.result import Rerun, Say
-from trainwright.commands.replay.trained import Origin, rerun_trained
+from trainwright.commands.replay.trained import Origin, read_records, rerun_trained
 from trainwright.commands.replay.watched import rerun_watched
 from trainwright.errors import UsageError
 from trainwright.recipe import load
@@ -17,7 +16,6 @@ from trainwright.recipe.resolve import is_live
 from trainwright.replay import bundle as bundles
 from trainwright.replay.bundle import kind_of, read_bundle
 from trainwright.runs.folder import RunFolder
-from trainwright.runs.reader import read
 from trainwright.runs.records import Record
 from trainwright.training.subject import parts_of_run
 
@@ -74,7 +72,7 @@ def rerun(
 def _records_of(path: Path, *, is_bundle: bool) -> Sequence[Record]:
     """Return the records of a run, or of the run around a bundle."""
     log = (path.parent.parent if is_bundle else path) / "log.jsonl"
-    return read(log).records if os.path.lexists(log) else ()
+    return read_records(log)
 
 
 def _is_in_a_bundle(folder: RunFolder, step: int | None) -> bool:

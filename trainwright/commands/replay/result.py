@@ -34,22 +34,13 @@ class Compared:
 
 @dataclass
 class Rerun:
-    """The result of a replay. ``exit_code`` is 0 for the same bits, else 1.
+    """The result of a replay of ``step`` from ``source``, a run folder or bundle.
 
-    Attributes:
-        step: The replayed step.
-        source: The run folder or bundle.
-        compared: The compared numbers.
-        error: The exception of the step, if it raised one.
-        blind: The reason if the step cannot be replayed.
-        notes: Remarks on the comparison, such as another version of torch.
-        settings: Overrides of the recipe.
-        inexact: True if an input of the step is unknown, so that different bits are not a finding.
-        records: All records that the findings are made from.
-        findings: Findings from ``records``, and one if the bits differ without a known reason.
-        examined: The records of this replay only.
-        unexamined: Names of experiments that did not run.
-        changed: The outcome of a change that was tried instead of an examination.
+    ``error`` is the exception of the step, if it raised one. ``blind`` is the reason if the step cannot be replayed.
+    ``notes`` are remarks on the comparison, such as another version of torch. ``inexact`` is True if an input of the
+    step is unknown, so that different bits are not a finding. The ``findings`` are made from ``records``; one is added
+    if the bits differ without a known reason. ``examined`` are the records of this replay only, ``unexamined`` the
+    experiments that did not run. ``changed`` is the outcome of a change that was tried instead of an examination.
     """
 
     step: int

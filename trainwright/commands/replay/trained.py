@@ -66,14 +66,14 @@ class Origin:
     def of_run(cls, folder: RunFolder, step: int) -> Origin:
         if step < 1:
             raise UsageError(f"there is no step {step}", remedy="steps count from 1")
-        records = _records(folder.log)
+        records = read_records(folder.log)
         last = (_plan(folder.plan).get("extent") or {}).get("steps") or _last_step(records)
         if last is not None and step > last:
             raise UsageError(f"{folder.path} has {last} steps, and no step {step}", remedy="name one of its steps")
         older = (each for each in checkpoints(folder.checkpoints, identity_of(folder)) if (step_of(each) or 0) < step)
         later = {_number(each): each for each in folder.path.glob("recipe-before-step-*.yaml")}
         recipe = next((later[at] for at in sorted(later) if step <= at), folder.recipe)
-        return cls(folder.path, step, recipe, folder.plan, next(filter(_is_whole, older), None), records)
+        return cls(folder.path, step, recipe, folder.plan, next(filter(_is_intact, older), None), records)
 
     @classmethod
     def of_crash_loop(cls, path: Path) -> Origin:
@@ -84,7 +84,7 @@ class Origin:
         if held:
             verify(held)
         log = path.parent.parent / "log.jsonl"
-        return cls(path, about.step, path / "recipe.yaml", path / "plan.json", held, _records(log))
+        return cls(path, about.step, path / "recipe.yaml", path / "plan.json", held, read_records(log))
 
 
 def _plan(path: Path) -> Facts:
@@ -97,7 +97,8 @@ def _number(path: Path) -> int:
     return int(digits) if digits.isdecimal() else 0
 
 
-def _records(log: Path) -> Sequence[Record]:
+def read_records(log: Path) -> Sequence[Record]:
+    """Return the records of a log; none if it does not exist."""
     return read(log).records if os.path.lexists(log) else ()
 
 
@@ -107,7 +108,7 @@ def _last_step(records: Sequence[Record]) -> int | None:
     return end.step + (end.ending == "failed") if isinstance(end, Ended) else None
 
 
-def _is_whole(checkpoint: Path) -> bool:
+def _is_intact(checkpoint: Path) -> bool:
     try:
         verify(checkpoint)
     except CheckpointError:

@@ -130,8 +130,8 @@ def _make_optimizers(bundle: Bundle, parameters: Sequence[nn.Parameter]) -> list
                 f"the optimizer was a {name}, which is not in torch.optim",
                 remedy="let the function of --model return (model, optimizer)",
             )
-        whole = [{**values, "params": [parameters[n] for n in group]} for group, values in zip(groups, kept)]
-        made.append(known[name](whole))
+        param_groups = [{**values, "params": [parameters[n] for n in group]} for group, values in zip(groups, kept)]
+        made.append(known[name](param_groups))
     return made
 
 

@@ -28,14 +28,9 @@ _ORDER = ("finished", "pruned", "diverged", "failed", "stopped")
 class SweepResult:
     """The trials of a sweep, the best first.
 
-    Args:
-        folder: The folder of the sweep.
-        metric: The name of the value that is minimized or maximized.
-        mode: ``min`` or ``max``.
-        rows: The trials.
-        importance: For each varied path, how much of the variation of the values it explains, as a fraction.
-        why_ended: The reason if trials are left, else "".
-        train_best: The command that trains the recipe of the best trial; "" if no trial finished.
+    ``importance`` is for each varied path the fraction of the variation of the values that it explains. ``why_ended``
+    is the reason if trials are left, else "". The command ``train_best`` trains the recipe of the best trial; "" if no
+    trial finished.
     """
 
     folder: Path

@@ -108,7 +108,7 @@ def grid_points(space: Sequence[Dimension]) -> list[tuple[object, ...]]:
 def parse_dimension(path: str, written: object, is_whole: Callable[[float], bool]) -> Dimension:
     """Read the range or the list of values of one path. Raises UsageError.
 
-    For a range without ``int:`` or ``float:``, ``is_whole(n)`` tells if the path accepts n, but not n + 0.5.
+    For a range without ``int:`` or ``float:``, ``is_whole(n)`` returns True if the path accepts n, but not n + 0.5.
     """
     if isinstance(written, str):
         text = written.strip()
@@ -300,7 +300,7 @@ def read_sweep(
     """Read a sweep file, the folder of a sweep, or the recipe ``what`` with the paths ``over``.
 
     ``options`` override further keys of the sweep file; an option that is None is ignored. Raises RecipeError with
-    every problem at once.
+    every problem of the keys at once.
     """
     replaced = {key: value for key, value in options.items() if value is not None}
     if (what / SPEC).is_file():

@@ -20,13 +20,9 @@ def verify_checkpoint(path: Path) -> list[CheckpointReport]:
     for folder in (path / "checkpoints", path):
         if folder.is_dir() and (found := checkpoints(folder)):
             return [examine(each) for each in found]
-    if not path.is_dir():
-        raise UsageError(
-            f"{path} {'is not a folder' if path.exists() else 'does not exist'}",
-            remedy="give a checkpoint (runs/<name>/checkpoints/step-XXXXXXXX) or a run folder",
-        )
-    names = sorted(each.name for each in path.iterdir())
-    raise UsageError(
-        f"{path} contains no checkpoint; it has {', '.join(names[:8]) or 'no files'}{' ...' if names[8:] else ''}",
-        remedy="give a checkpoint (runs/<name>/checkpoints/step-XXXXXXXX) or a run folder",
-    )
+    why = "is not a folder" if path.exists() else "does not exist"
+    if path.is_dir():
+        names = sorted(each.name for each in path.iterdir())
+        why = f"contains no checkpoint; it has {', '.join(names[:8]) or 'no files'}{' ...' if names[8:] else ''}"
+    remedy = "give a checkpoint (runs/<name>/checkpoints/step-XXXXXXXX) or a run folder"
+    raise UsageError(f"{path} {why}", remedy=remedy)

@@ -24,15 +24,15 @@ def verify_packing(recipe: Path, *, settings: Sequence[str] = ()) -> Isolation:
     Raises RecipeError for a recipe without packing.
     """
     loaded = in_one_process(load(recipe, overrides=[*settings, *PLAIN]))
-    asked = loaded.recipe
-    if asked.data.packing.by == "none":
+    content = loaded.recipe
+    if content.data.packing.by == "none":
         rule, remedy = "is none, so no samples share a row", "write packing: padding_free"
         raise RecipeError(Problem("data.packing", rule, remedy=remedy, where=loaded.source.where("data.packing")))
-    device = choose_device(asked.device)
+    device = choose_device(content.device)
     parts = build_parts(loaded, device)
-    micro = solve_batch(asked.batch.size, asked.batch.micro, asked.batch.accumulation).micro
+    micro = solve_batch(content.batch.size, content.batch.micro, content.batch.accumulation).micro
     loading = Loading(
-        micro, micro, seed=asked.seed, shuffle=asked.data.shuffle, device=device, collate=parts.train.collate
+        micro, micro, seed=content.seed, shuffle=content.data.shuffle, device=device, collate=parts.train.collate
     )
     first = next(iter(StepBatches(parts.train.dataset, loading)), None)
     if first is None:

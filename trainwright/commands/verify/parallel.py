@@ -323,12 +323,12 @@ def _read(run: Path, steps: int) -> _Trained:
     )
 
 
-def _farthest(mine: Sequence[float], theirs: Sequence[float]) -> float:
-    return max(abs(a - b) / max(abs(a), 1e-12) if a != b else 0.0 for a, b in zip(mine, theirs, strict=True))
+def _farthest(one: Sequence[float], other: Sequence[float]) -> float:
+    return max(abs(a - b) / max(abs(a), 1e-12) if a != b else 0.0 for a, b in zip(one, other, strict=True))
 
 
-def _apart(mine: torch.Tensor, theirs: torch.Tensor) -> float:
-    if not mine.is_floating_point() or not mine.numel():
-        return 0.0 if torch.equal(mine, theirs) else math.inf
-    largest = max(float(mine.abs().max()), 1e-12)
-    return float((mine.double() - theirs.double()).abs().max()) / largest
+def _apart(one: torch.Tensor, other: torch.Tensor) -> float:
+    if not one.is_floating_point() or not one.numel():
+        return 0.0 if torch.equal(one, other) else math.inf
+    largest = max(float(one.abs().max()), 1e-12)
+    return float((one.double() - other.double()).abs().max()) / largest

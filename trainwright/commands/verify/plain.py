@@ -260,8 +260,8 @@ def _optimizers(objects: _Objects, model: nn.Module, state: TrainState) -> list[
 
 def _first_other_batch(plain: Sequence[tuple[Any, ...]], ours: Sequence[tuple[Any, ...]]) -> int | None:
     for at, (one, other) in enumerate(zip(plain, ours)):
-        mine, theirs = (tensors_in(each[0]) for each in (one, other))
-        if len(mine) != len(theirs) or not all(map(_same, mine, theirs)):
+        tensors, others = (tensors_in(each[0]) for each in (one, other))
+        if len(tensors) != len(others) or not all(map(_same, tensors, others)):
             return at
     return None if len(plain) == len(ours) else min(len(plain), len(ours))
 
