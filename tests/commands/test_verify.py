@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import operator
+import os
 import pickle
 import shutil
 import sys
@@ -21,7 +22,8 @@ from tests import forked
 from tests.training.processes import invoke
 from trainwright.checkpoint.examination import differences
 from trainwright.checkpoint.manifest import write_manifest
-from trainwright.commands.verify.resume import Proof, ResumeTrial, verify_resume
+from trainwright.commands.verify.resume import Proof, ResumeTrial, in_new_python, verify_resume
+from trainwright.commands.verify.trial import TrialPart
 from trainwright.errors import CheckpointError, TrainwrightError
 from trainwright.runs.folder import RunFolder
 from trainwright.runs.lock import RunLock
@@ -113,17 +115,28 @@ def prove(**options: Any) -> tuple[Proof, str]:
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_a_resumed_run_is_the_same_bits(folder: Path) -> None:
-    """By the command line, in new processes, one of them killed."""
+def test_a_resumed_run_is_the_same_bits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the command line, in processes, one of them killed."""
+    monkeypatch.setitem(verify_resume.__kwdefaults__, "run_part", forked.run_part)
     code, message = invoke("verify", "resume", "tiny.yaml", "--json", "--workers", "0", "--then-workers", "0")
     *lines, last = message.splitlines()
     proof, text = json.loads(last), "\n".join(lines)
     assert code == 0 and proof["equal"] and "Traceback" not in text, text
-    assert "6 + SIGKILL + 6: 21 tensors, 12 losses, 96 sample ids equal" in text
-    assert "steps straight, " in text and "resumed to " in text
-    assert proof["cause"] is None and proof["checkpoint"] == [] and proof["samples"] == 8 * 2 * proof["steps"]
+    assert "6 steps and some, then SIGKILL" in text and "steps straight, " in text and "resumed to " in text
+    assert (proof["tensors"], proof["samples"], proof["steps"], proof["killed"]) == (21, 96, 6, True)
+    assert proof["cause"] is None and proof["checkpoint"] == []
     assert not list((folder / "aside").iterdir()), "nothing stays behind"
     assert not (folder / "runs").exists(), "the user's own runs are left alone"
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_a_part_runs_in_a_new_python(folder: Path) -> None:
+    part = TrialPart("tiny.yaml", ["until=1steps", "schedule.warmup=0steps", "log.doctor=false"], "outcome.json")
+    paths = os.pathsep.join([str(Path(__file__).parents[2]), str(folder)])
+    code = in_new_python(part, folder / "output.txt", {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths})
+    assert code == 0, (folder / "output.txt").read_text()
+    assert json.loads((folder / "outcome.json").read_text())["step"] == 1
 
 
 @pytest.mark.slow

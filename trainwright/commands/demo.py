@@ -34,14 +34,7 @@ SAMPLE_TOKENS = 160
 FIRST_TOKENS = 48
 
 
-def demo(
-    task: str,
-    *,
-    budget: str,
-    settings: list[str],
-    console: Console | None = None,
-    quiet: bool = False,
-) -> Result:
+def demo(task: str, *, budget: str, settings: list[str], console: Console | None = None) -> Result:
     """Train the demo of ``task`` for ``budget`` (a duration). ``settings`` are overrides, ``path=value``.
 
     Seconds count from the first step to the end of the run. At least nine tenths of them are training.
@@ -54,7 +47,7 @@ def demo(
     loaded = load(builtin_recipes() / TASKS[task], overrides=[f"until={budget}", *settings])
     if loaded.recipe.until.unit == "s":
         loaded = replace(loaded, within_s=loaded.recipe.until.value)
-    return train(loaded, console=console, quiet=quiet, extras=[text_samples] if task == "text" else [])
+    return train(loaded, console=console, extras=[text_samples] if task == "text" else [])
 
 
 class _FinalToo(TextSamples):

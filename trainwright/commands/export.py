@@ -267,18 +267,18 @@ def rebuilt(run: RunFolder, loaded: Loaded, weights: Mapping[str, object], made:
     return model
 
 
-def push(folder: Path, name: str, *, private: bool = True) -> str:
+def push(folder: Path, name: str) -> str:
     """Upload an exported folder to the hub by ``huggingface_hub``, and return the address of the model.
 
-    The repository ``name`` (``user/model``) is created if it does not exist. Raises UsageError if the hub refuses the
-    upload, or cannot be reached.
+    The repository ``name`` (``user/model``) is created as a private one if it does not exist. Raises UsageError if the
+    hub refuses the upload, or cannot be reached.
     """
     hub_errors = import_optional("huggingface_hub.errors", needed_for="--push")
     from huggingface_hub import HfApi
 
     api = HfApi()
     try:
-        created = api.create_repo(name, private=private, exist_ok=True)
+        created = api.create_repo(name, private=True, exist_ok=True)
         api.upload_folder(repo_id=created.repo_id, folder_path=folder, commit_message="Upload a model by Trainwright")
     except (OSError, ValueError, hub_errors.HfHubHTTPError) as error:
         raise UsageError(

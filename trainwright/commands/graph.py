@@ -17,7 +17,6 @@ from trainwright.plan.batch import solve_batch
 from trainwright.plan.machine import read_machine
 from trainwright.plan.profile import Folded, GraphProfile, fold
 from trainwright.plan.trace.blueprint import make_blueprint
-from trainwright.plan.trace.fake_tensors import DeviceName
 from trainwright.plan.trace.graph_profiler import GraphProfiler
 from trainwright.plan.trace.local_device import nominal_cpu
 from trainwright.plan.trace.traced_step import TracedObjects, trace_step
@@ -72,9 +71,7 @@ def draw_graph(loaded: Loaded, *, depth: int | None = None) -> GraphPicture:
     return GraphPicture(headline, profile, fold(profile, depth))
 
 
-def profile_graph(
-    make: Callable[[torch.device], TracedObjects], *, device: DeviceName = "cpu", precision: PrecisionName = "fp32"
-) -> GraphProfile:
+def profile_graph(make: Callable[[torch.device], TracedObjects], *, precision: PrecisionName = "fp32") -> GraphProfile:
     """Return the profile of one step of the objects that ``make`` builds, with FLOPs. Its tensors hold no memory."""
     losses: list[_ProfiledLoss] = []
 
@@ -83,7 +80,7 @@ def profile_graph(
         losses.append(_ProfiledLoss(objects))
         return replace(objects, loss=losses[0], optimizer=None)
 
-    trace = trace_step(watch, device=device, precision=precision, clip=False)
+    trace = trace_step(watch, device="cpu", precision=precision, clip=False)
     profile = losses[0].profile
     assert profile is not None
     return profile.with_trace(trace)

@@ -74,7 +74,7 @@ class _Running:
     device: str | None
 
 
-def run_sweep(sweep: Sweep, *, say: Say = print, environ: Mapping[str, str] | None = None) -> SweepResult:
+def run_sweep(sweep: Sweep, *, say: Say = print) -> SweepResult:
     """Run the trials of a sweep that have not ended, and return the table of all trials.
 
     Ctrl-C, SIGTERM and the end of the budget stop the trials in progress, which save. The same call resumes them.
@@ -89,22 +89,22 @@ def run_sweep(sweep: Sweep, *, say: Say = print, environ: Mapping[str, str] | No
         # A process that was killed during a write leaves this lock. No other process writes now.
         (sweep.folder / f"{JOURNAL}.lock").unlink(missing_ok=True)
         _keep_spec(sweep)
-        return _Control(sweep, lock, stop, say, os.environ if environ is None else environ).run()
+        return _Control(sweep, lock, stop, say).run()
 
 
 class _Control:
     """The loop of a sweep: starts trials, reads their values, prunes them, and writes their results."""
 
-    def __init__(self, sweep: Sweep, lock: int, stop: threading.Event, say: Say, environ: Mapping[str, str]) -> None:
+    def __init__(self, sweep: Sweep, lock: int, stop: threading.Event, say: Say) -> None:
         self._sweep = sweep
         self._lock = lock
         self._stop = stop
         self._say = say
-        self._environ = without_overrides(environ)
+        self._environ = without_overrides(os.environ)
         self._trials = StudyTrials(sweep)
         self._running: list[_Running] = []
         self._pending: deque[Unfinished] = deque()
-        self._devices = _devices(sweep, environ)
+        self._devices = _devices(sweep)
         self._jobs = sweep.jobs or len(self._devices) or None
         self._began_s = time.monotonic()
         self._seconds_before = _seconds_used(sweep) if math.isfinite(sweep.budget.usd) else 0.0
@@ -356,11 +356,11 @@ def _stopping() -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
-def _devices(sweep: Sweep, environ: Mapping[str, str]) -> list[str]:
+def _devices(sweep: Sweep) -> list[str]:
     """Return the GPUs, one for each concurrent trial; empty for trials on the CPU."""
     if load(sweep.recipe, overrides=sweep.settings, environ={}).recipe.device == "cpu":
         return []
-    if (visible := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return [each.strip() for each in visible.split(",") if each.strip()]
     return [str(each.index) for each in read_machine().gpus]
 
