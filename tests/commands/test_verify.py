@@ -22,6 +22,7 @@ from tests import forked
 from tests.training.processes import invoke
 from trainwright.checkpoint.examination import differences
 from trainwright.checkpoint.manifest import write_manifest
+from trainwright.commands.verify import plain
 from trainwright.commands.verify.resume import Proof, ResumeTrial, in_new_python, verify_resume
 from trainwright.commands.verify.trial import TrialPart
 from trainwright.errors import CheckpointError, TrainwrightError
@@ -440,3 +441,10 @@ def test_every_difference_of_two_checkpoints_is_named(run: Path) -> None:
     tensor, value = differences(one, two)
     assert tensor.what == f"model {name}" and tensor.largest == pytest.approx(0.5)
     assert value.what == "rest.counters.elapsed_s" and value.how.endswith(" and 7.0")
+
+
+@pytest.mark.parametrize("value", [0.0, float("inf")])
+def test_nan_equals_no_number_in_the_proof_of_a_plain_loop(value: float) -> None:
+    nan = torch.tensor([1.0, float("nan")])
+    assert plain._same(nan, nan.clone()) and not plain._same(nan, torch.tensor([1.0, value]))
+    assert plain._same(torch.tensor([True]), torch.tensor([True]))

@@ -160,7 +160,6 @@ def _rate(name: str, loaded: Loaded, steps: int, say: Callable[[str], None]) -> 
 
 
 def _new_folder(base: Loaded) -> Path:
-    """Return a new folder beside the runs of the recipe."""
     names = (f"{base.recipe.name}-optimizers{f'-{n}' if n > 1 else ''}" for n in itertools.count(1))
     return next(path for name in names if not (path := Path(base.recipe.folder) / name).exists())
 

@@ -51,7 +51,7 @@ def demo(task: str, *, budget: str, settings: list[str], console: Console | None
 
 
 class _FinalToo(TextSamples):
-    """Shows one more sample when the run has ended for any reason."""
+    """Shows one more sample when the run ends."""
 
     def __init__(self, write: SampleWriter, *, folder: Path, say: Callable[[str], None]) -> None:
         super().__init__(write, folder=folder, say=say)

@@ -87,7 +87,7 @@ def profile_graph(make: Callable[[torch.device], TracedObjects], *, precision: P
 
 
 class _ProfiledLoss:
-    """Wraps the loss of ``objects``. Its first call profiles the autograd graph of the result."""
+    """The loss of ``objects``. Its first call profiles the autograd graph of the result."""
 
     def __init__(self, objects: TracedObjects) -> None:
         self.profile: GraphProfile | None = None

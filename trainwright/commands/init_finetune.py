@@ -209,7 +209,6 @@ def recipe_text(facts: Facts, *, lora: bool) -> str:
 
 
 def _objective(facts: Facts, lora: bool) -> tuple[str, ...]:
-    """Return the lines from the loss to the schedule."""
     if facts.are_pairs:
         loss, schedule = "{use: dpo, args: {beta: 0.1}}", "{use: linear, warmup: 0.1run}"
         lr = "1e-5" if lora else "1e-6"
@@ -239,7 +238,6 @@ def _batch_size(samples: int) -> int:
 
 
 def _padding(lengths: NDArray[np.int64], batch: int) -> float:
-    """Return the fraction of padding in batches of samples in a random order."""
     shuffled = np.random.default_rng(0).permutation(lengths)
     rows = [shuffled[at : at + batch] for at in range(0, len(shuffled), batch)]
     return 1 - float(lengths.sum()) / sum(len(each) * int(each.max()) for each in rows)
@@ -292,7 +290,6 @@ def _absolute(name: str) -> str:
 
 
 def _count_weights(folder: Path) -> int:
-    """Return the number of weights by the headers of the safetensors files."""
     total = 0
     for path in folder.glob("*.safetensors"):
         with path.open("rb") as file:

@@ -405,7 +405,6 @@ def errors_in_folds(
 
 
 def _found(by: Sequence[str], folder: RunFolder) -> dict[str, Grouping]:
-    """Return the columns and functions by name."""
     source = load(folder.recipe, environ={}).source
     try:
         return {_name_of(each): find(each, {}, "--by", source) if ":" in each else each for each in by}

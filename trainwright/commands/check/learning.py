@@ -256,7 +256,6 @@ def best_of(fits: Sequence[BatchFit]) -> BatchFit:
 
 
 def _symptoms(fit: BatchFit, inputs_vary: bool) -> Iterator[Verdict]:
-    """Yield verdicts on weights, activations, outputs and gradients."""
     if fit.zeros:
         message = f"{first_of(fit.zeros)} are 0 and stay 0: no gradient passes through them"
         remedy = "random weights, nn.init.kaiming_uniform_ or xavier_uniform_; only biases and last layers may be 0"

@@ -267,7 +267,6 @@ class _Layouts:
 
 
 def _excess(found: float, allowed: float) -> float:
-    """Return the distance / allowed distance."""
     if found == 0.0 or allowed == math.inf:
         return 0.0
     return found / allowed if allowed else math.inf

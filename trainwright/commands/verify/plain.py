@@ -266,9 +266,13 @@ def _first_other_batch(plain: Sequence[tuple[Any, ...]], ours: Sequence[tuple[An
     return None if len(plain) == len(ours) else min(len(plain), len(ours))
 
 
+def _equal(one: Tensor, other: Tensor) -> Tensor:
+    """Return True for each element that is equal in both. NaN equals NaN, and no number."""
+    return torch.isclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)
+
+
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Return True if two tensors have the same values. NaN equals NaN."""
-    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one.nan_to_num(), other.nan_to_num())
+    return one.shape == other.shape and one.dtype == other.dtype and bool(_equal(one, other).all())
 
 
 def _proof(
@@ -302,7 +306,7 @@ def _first_difference(
             return PlainDifference(step, "loss", float(one), float(other))
     for name, tensor in ours.items():
         if not _same(tensor, plain[name]):
-            at = int((tensor != plain[name]).flatten().nonzero()[0])
+            at = int((~_equal(tensor, plain[name])).flatten().nonzero()[0])
             values = [float(each.flatten()[at]) for each in (tensor, plain[name])]
             return PlainDifference(len(losses), f"{name}, element {at}", *values)
     return None
@@ -341,7 +345,7 @@ def verify_plain_recipe(loaded: Loaded, recipe: str, *, steps: int, settings: Se
 
 
 def _settings(recipe: Recipe, steps: int, folder: Path) -> list[str]:
-    """Return the settings of a trial: a number of steps, and nothing that ends them earlier or takes long."""
+    """Return the settings of a trial: a number of steps, and nothing that ends it earlier or takes long."""
     warmup = recipe.schedule.warmup
     fits = warmup.unit == "run" or (warmup.unit == "steps" and warmup.value < steps)
     return [

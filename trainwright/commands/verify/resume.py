@@ -311,7 +311,7 @@ def _settings(recipe: Recipe, n: int, folder: Path) -> list[str]:
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment of the parts: this module path, and one number of threads, on which sums depend."""
+    """Return variables for the parts: the module path of this process, and one number of threads, for equal sums."""
     threads = os.environ.get("OMP_NUM_THREADS", str(torch.get_num_threads()))
     places = os.pathsep.join(place or str(Path.cwd()) for place in sys.path)
     return {"OMP_NUM_THREADS": threads, "PYTHONPATH": places}

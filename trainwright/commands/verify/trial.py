@@ -61,7 +61,7 @@ class CountedTime(Solo):
 
 
 class _End:
-    """Ends the run at a step: by SIGKILL once a checkpoint is committed, else by a Stop."""
+    """Ends the run at a step: by SIGKILL once a checkpoint is on disk, or by a Stop without one to wait for."""
 
     def __init__(self, part: TrialPart) -> None:
         self._at, self._committed = part.end_at or 0, part.committed
