@@ -118,7 +118,7 @@ def prove(**options: Any) -> tuple[Proof, str]:
 @pytest.mark.slow
 def test_a_resumed_run_is_the_same_bits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the command line, in processes, one of them killed."""
-    monkeypatch.setitem(verify_resume.__kwdefaults__, "run_part", forked.run_part)
+    monkeypatch.setattr(verify_resume, "__kwdefaults__", {**verify_resume.__kwdefaults__, "run_part": forked.run_part})  # type: ignore[dict-item]
     code, message = invoke("verify", "resume", "tiny.yaml", "--json", "--workers", "0", "--then-workers", "0")
     *lines, last = message.splitlines()
     proof, text = json.loads(last), "\n".join(lines)

@@ -146,7 +146,7 @@ def draw(found: MupCheck, out: Path) -> MupCheck:
         slope = "update_slope" if kind == "updates" else "activation_slope"
         steepest = sorted(found.layers, key=lambda layer: -abs(getattr(layer, slope) or 0.0))[:MAX_LINES]
         chart = line_chart_svg(
-            [Series(_short(layer.name), found.widths, getattr(layer, kind)) for layer in steepest],
+            [Series(".".join(layer.name.split(".")[-2:]), found.widths, getattr(layer, kind)) for layer in steepest],
             title=f"{title} after {found.steps} steps, steepest {len(steepest)} of {len(found.layers)} layers",
             x_label="width",
             y_label="mean absolute value",
@@ -156,10 +156,6 @@ def draw(found: MupCheck, out: Path) -> MupCheck:
         parts.append(chart.replace("<svg ", f'<svg y="{number * _CHART_HEIGHT}" height="{_CHART_HEIGHT}" ', 1))
     write_output(out, "\n".join([*parts, "</svg>"]) + "\n", "--out")
     return replace(found, picture=str(out))
-
-
-def _short(name: str) -> str:
-    return ".".join(name.split(".")[-2:])
 
 
 def _measure_sizes(built: Built, steps: int) -> dict[str, tuple[float, float]]:

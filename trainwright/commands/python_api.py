@@ -1,6 +1,6 @@
 """The commands in Python, with the arguments of ``tw.fit``: ``tw.check(model, data, loss, optimizer=optimizer)``.
 
-Each works on copies of the objects. Random generators and settings of torch are restored.
+Each works on copies of the objects other than datasets. Random generators and settings of torch are restored.
 """
 
 from __future__ import annotations

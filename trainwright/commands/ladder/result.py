@@ -200,7 +200,10 @@ def judge(
 ) -> RungVerdict:
     """Return the verdict on a rung that was trained to its end, or that failed."""
     saved = gain(rung, below, band)
-    no_gain = f"{_times(rung, below)}, and no smaller (margin {max(band.time, band.memory):.0%})"
+    no_gain = (
+        f"{human_seconds(rung.sample_s)} a sample against {human_seconds(below.sample_s)}, and no smaller "
+        f"(margin {max(band.time, band.memory):.0%})"
+    )
     broken = unhealthy(rung, known)
     if kind == "optimizer":
         if broken:
@@ -218,10 +221,6 @@ def judge(
     if broken:
         return RungVerdict("breaks", broken, new_finding(rung, known))
     return RungVerdict("adopted", saved) if saved else RungVerdict("does not pay", no_gain)
-
-
-def _times(rung: MeasuredRung, below: MeasuredRung) -> str:
-    return f"{human_seconds(rung.sample_s)} a sample against {human_seconds(below.sample_s)}"
 
 
 BEST = "best.yaml"

@@ -122,7 +122,10 @@ def _built(model: str, bundle: Bundle) -> LiveObjects:
 
 def _make_optimizers(bundle: Bundle, parameters: Sequence[nn.Parameter]) -> list[Optimizer]:
     """Make optimizers of torch classes, whose options are all in their groups."""
-    known = {f"{each.__module__}.{each.__qualname__}": each for each in vars(torch.optim).values() if _is_class(each)}
+    classes: list[Any] = [
+        each for each in vars(torch.optim).values() if isinstance(each, type) and issubclass(each, Optimizer)
+    ]
+    known = {f"{each.__module__}.{each.__qualname__}": each for each in classes if each is not Optimizer}
     made = []
     for (name, groups), kept in zip(bundle.structure.optimizers, bundle.snapshot.groups):
         if name not in known:
@@ -133,10 +136,6 @@ def _make_optimizers(bundle: Bundle, parameters: Sequence[nn.Parameter]) -> list
         param_groups = [{**values, "params": [parameters[n] for n in group]} for group, values in zip(groups, kept)]
         made.append(known[name](param_groups))
     return made
-
-
-def _is_class(value: Any) -> bool:
-    return isinstance(value, type) and issubclass(value, Optimizer) and value is not Optimizer
 
 
 def _several(made: Any, kind: type, model: str) -> list[Any]:

@@ -15,7 +15,6 @@ import copy
 import json
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from itertools import chain, islice, repeat
 from pathlib import Path
@@ -393,7 +392,8 @@ def _recipe_by_hand(loaded: Loaded, result: Result, seen: _Steps, planned: dict[
         for group, lr in zip(optimizer.param_groups, base) if factor is not None else ():
             group["lr"] = lr * factor
         optimizer.zero_grad()
-        with _autocast(job.plan.precision, job.device.type):
+        is_low = job.plan.precision in ("bf16", "fp8", "mxfp8")
+        with torch.autocast(job.device.type, torch.bfloat16, enabled=is_low):
             parts = _parts([loss_fn(model, micro.data) for micro in batch.micro], [len(m.ids) for m in batch.micro])
         for part in parts:
             part.backward()  # type: ignore[no-untyped-call]
@@ -413,7 +413,3 @@ def _parts(outputs: Sequence[Loss | Tensor], sizes: Sequence[int]) -> list[Tenso
         each.total / weight if isinstance(each, Loss) else each * (size / sum(sizes)) if len(sizes) > 1 else each
         for each, size in zip(outputs, sizes, strict=True)
     ]
-
-
-def _autocast(precision: str, device: str) -> AbstractContextManager[object]:
-    return torch.autocast(device, torch.bfloat16) if precision in ("bf16", "fp8", "mxfp8") else nullcontext()

@@ -205,7 +205,7 @@ class _TrialRuns:
             trial,
             precision,
             tensors=examine(straight.checkpoints / name_of(upto)).num_tensors,
-            samples=_samples(straight),
+            samples=max(each.samples for each in read(straight.log).records if isinstance(each, Step)),
             seconds=time.monotonic() - begin_s,
             log=log,
             upto=upto,
@@ -349,7 +349,3 @@ def _first_difference(straight: RunFolder, halves: RunFolder, steps: range, whic
             also = f"; also {', '.join(names[1:])}" if names[1:] else ""
             return f"first at step {step}, in {first}: {values}{also}"
     return None
-
-
-def _samples(run: RunFolder) -> int:
-    return max(record.samples for record in read(run.log).records if isinstance(record, Step))
