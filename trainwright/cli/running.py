@@ -105,7 +105,10 @@ def _value(options: Sequence[str], name: str) -> str | None:
 def demo(
     task: Annotated[str, typer.Option(help="text: a small GPT; digits: an image classifier.")] = "text",
     budget: Annotated[
-        str | None, typer.Option(help="Length: 60s from the first step (default), or 500steps, 2ep.")
+        str | None,
+        typer.Option(
+            help="Length: 60s from the first step (default), 500steps or 2ep. With --break 60steps by default."
+        ),
     ] = None,
     settings: Settings = None,
     broken: Annotated[
@@ -188,7 +191,7 @@ def ladder(
         typer.Option("--folder", metavar="FOLDER", help="The folder to write. Default: runs/<name>-ladder."),
     ] = None,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="CPU threads of each run. Default: OMP_NUM_THREADS.")
+        int | None, typer.Option(min=1, help="CPU threads of each run. Default: OMP_NUM_THREADS, or all cores.")
     ] = None,
     as_json: Json = False,
 ) -> None:
