@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -53,12 +51,10 @@ def demo(task: str, *, budget: str, settings: list[str], console: Console | None
 class _FinalToo(TextSamples):
     """Shows one more sample when the run ends."""
 
-    def __init__(self, write: SampleWriter, *, folder: Path, say: Callable[[str], None]) -> None:
-        super().__init__(write, folder=folder, say=say)
-        self._writer = write
+    _write: SampleWriter
 
     def close(self) -> None:
-        self._writer.is_last = True
+        self._write.is_last = True
         self.show("the end")
 
 

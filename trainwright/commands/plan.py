@@ -63,7 +63,7 @@ class ShownPlan:
     planned_s: float
     recipe: str
     measured: Plan | None = None
-    """The plan of a run on this machine with its dry run; None if the forecast is for another device."""
+    """The plan of a run on this machine with its dry run; None without a dry run, as for another device."""
     why_not_measured: str = ""
     methods: tuple[MethodForecast, ...] = ()
     """Full fine-tuning, LoRA and QLoRA, for a recipe with a pretrained model."""

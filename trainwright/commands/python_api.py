@@ -55,8 +55,7 @@ def check(
     Args:
         model: As in ``tw.fit``. Or without ``data``: the name of a recipe, a run folder's recipe.yaml, or
             ``module:function``.
-        data: As in ``tw.fit``.
-        loss: As in ``tw.fit``.
+        data, loss: As in ``tw.fit``.
         quiet: Print nothing.
         **options: The other arguments of ``tw.fit``.
 
@@ -85,8 +84,7 @@ def plan(
 
     Args:
         model: As in ``tw.check``.
-        data: As in ``tw.fit``.
-        loss: As in ``tw.fit``.
+        data, loss: As in ``tw.fit``.
         on: The device to plan for, such as ``"h100-80gb"``. Default: the device of this machine.
         memory: Its memory, if it differs: ``"24GiB"``.
         quiet: Print nothing.
@@ -114,8 +112,7 @@ def profile(
 
     Args:
         model: As in ``tw.check``.
-        data: As in ``tw.fit``.
-        loss: As in ``tw.fit``.
+        data, loss: As in ``tw.fit``.
         seconds: Seconds for which steps are timed at full speed.
         budget_s: Seconds for trying remedies; 0 tries none.
         quiet: Print nothing.
@@ -144,8 +141,7 @@ def lr_range(
 
     Args:
         model: As in ``tw.check``.
-        data: As in ``tw.fit``.
-        loss: As in ``tw.fit``.
+        data, loss: As in ``tw.fit``.
         steps: Optimizer steps of the test.
         lowest: Learning rate of the first step.
         highest: Learning rate of the last step.
@@ -182,8 +178,7 @@ def mup_check(
     Args:
         model: A function of a width that returns the model. Or without ``data``: the name of a recipe, or
             ``module:function``, a function of a width that returns the arguments of ``tw.fit``.
-        data: As in ``tw.fit``.
-        loss: As in ``tw.fit``.
+        data, loss: As in ``tw.fit``.
         widths: Widths to train.
         steps: Optimizer steps of each, at the peak learning rate.
         key: The recipe key of the width.
@@ -267,8 +262,7 @@ def verify_resume(
     Args:
         model: As in ``tw.check``. A recipe or ``module:function`` is trained in separate processes, one of which is
             killed. Objects are trained in this process, which stops and resumes with fresh copies.
-        data: As in ``tw.fit``.
-        loss: As in ``tw.fit``.
+        data, loss: As in ``tw.fit``.
         steps: Steps before the interruption, and as many after it.
         workers: Worker processes of the data before the interruption.
         then_workers: Worker processes of the resumed run.

@@ -274,7 +274,7 @@ def _symptoms(fit: BatchFit, inputs_vary: bool) -> Iterator[Verdict]:
 MAX_FIRST_UPDATE = 10.0
 """Norm of the first update / norm of the weights, above which the update destroys the initial weights."""
 MIN_TOTAL_RATE_RATIO = 5.0
-"""Sum of all learning rates / rate at which the loss begins to fall, below which the run learns slowly."""
+"""Peak learning rate x steps / rate at which the loss begins to fall, below which the run learns slowly."""
 CODE_HIGH = "optim.lr_too_high"
 CODE_LOW = "optim.lr_too_low"
 
@@ -333,9 +333,9 @@ class RateEvidence:
 def learning_rate(seen: RateEvidence) -> Verdict:
     """Judge the peak rate of the recipe by all measurements.
 
-    If the smoke run did not reach the peak rate, as in a warm-up, the range test alone decides. Small updates add up:
-    if the sum of the rates of all steps is less than the rate at which the loss began to fall, the run ends before the
-    loss falls.
+    A smoke run that did not reach half of the peak rate, as in a warm-up, does not show that the rate is good. Small
+    updates add up: if the rate times the number of steps is less than the rate at which the loss began to fall, the run
+    ends before the loss falls.
     """
     lr, found = seen.lr, seen.found
     if seen.moved > MAX_FIRST_UPDATE:
@@ -388,7 +388,7 @@ def _higher_rate(found: LrRange, lr: float) -> str:
 
 
 def _recommended(found: LrRange | None) -> tuple[float, float] | None:
-    """Return two rates: where the loss begins to fall, and the suggestion of the range test, if that is not lower."""
+    """Return an interval that ends at the suggestion of the range test, and begins where the loss begins to fall."""
     if found is None or found.suggestion is None or (start := falls_from(found)) is None:
         return None
     return min(start, found.suggestion), found.suggestion

@@ -142,7 +142,7 @@ def new_finding(rung: MeasuredRung, known: Collection[str] = ()) -> Found | None
 
 
 def unhealthy(rung: MeasuredRung, known: Collection[str] = ()) -> str:
-    """Return why a run is broken regardless of its loss; "" if it is not. ``known``: the codes of the rungs below."""
+    """Return why a run is broken, without comparing its loss; "" if it is not. ``known``: codes of the rungs below."""
     found = new_finding(rung, known)
     reasons = [f"{found.code}: {found.symptom}"] if found else []
     if rung.ended != "finished":

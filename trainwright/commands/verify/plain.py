@@ -113,8 +113,7 @@ def verify_plain(
 
     Args:
         model: The module to train.
-        data: As in ``tw.fit``.
-        loss: As in ``tw.fit``.
+        data, loss: As in ``tw.fit``.
         optimizer: An optimizer over parameters of the model, several of them, a name, or a function that makes one.
         steps: Number of compared steps.
 
