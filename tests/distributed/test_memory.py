@@ -57,7 +57,7 @@ import resource, sys
 import torch
 from pathlib import Path
 from torch import nn
-from trainwright.engine.oom_report import oom_snapshot
+from trainwright.engine.recover import oom_snapshot
 from trainwright.checkpoint.cursor import StepBatch
 from trainwright.checkpoint.train_state import TrainState
 model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(2000)])
@@ -76,7 +76,7 @@ resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 8 * 2**
 try:
     fill()
 except MemoryError as error:
-    seen = oom_snapshot(error, state, StepBatch(()), torch.device("cpu"))
+    seen = oom_snapshot(error, state, StepBatch(()))
 resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 print(seen.in_use_bytes > 2**26, seen.phase, seen.held["weights"])
 """

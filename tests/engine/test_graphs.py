@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 import trainwright as tw
 from trainwright.checkpoint.codec import same_bits
-from trainwright.engine.graphs import MAX_CAPTURES, WARM_UP_STEPS, StepGraphs
+from trainwright.engine.graphs import MAX_CAPTURES, WARM_UP_STEPS, CudaGraphs, StepGraphs
 from trainwright.engine.step import make_step
 from trainwright.training.job import Job
 
@@ -24,7 +24,7 @@ EAGER_STEPS = WARM_UP_STEPS + 1
 """Steps before the capture: the first one makes the moments of the optimizer, and with them a new state."""
 
 
-class RepeatedCalls:
+class RepeatedCalls(CudaGraphs):
     """Replays by calling the function again. As a capture changes nothing, what it wrote is put back."""
 
     def __init__(self, *states: tw.TrainState, error: str = "", fraction: float = 1.0) -> None:

@@ -27,8 +27,8 @@ from trainwright.engine.dry_run import Mode, dry_run
 from trainwright.engine.evaluate import evaluate
 from trainwright.engine.guard import MAX_COPIED_TABLE_BYTES
 from trainwright.engine.loss import Loss
-from trainwright.engine.oom_report import is_out_of_memory
 from trainwright.engine.precision import FP32
+from trainwright.engine.recover import is_out_of_memory
 from trainwright.engine.step import make_step
 from trainwright.errors import OutOfMemoryError, UsageError
 

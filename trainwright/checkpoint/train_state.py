@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainwright.checkpoint.average import NoAverage, WeightAverage
@@ -69,6 +70,22 @@ class TrainState:
     micro_limit: int | None = None
     stateful: dict[str, Stateful] = field(default_factory=dict)
     stages: World = SOLO
+
+    @property
+    def roots(self) -> list[nn.Module]:
+        """The model, and the loss if it is a module."""
+        return [self.model] if self.loss is None else [self.model, self.loss]
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The parameters of the optimizer."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the first parameter of the optimizer."""
+        first: Tensor = self.optimizer.param_groups[0]["params"][0]
+        return first.device
 
     @property
     def is_divided(self) -> bool:

@@ -29,9 +29,14 @@ from trainwright.engine.head import head_of
 from trainwright.engine.input_errors import explaining
 from trainwright.engine.loss import Loss, LossFn, accumulate, as_loss_fn, call_loss
 from trainwright.engine.metrics import NO_METRICS, MetricSet
-from trainwright.engine.oom_report import is_out_of_memory, oom_snapshot
 from trainwright.engine.precision import Precision, PrecisionName
-from trainwright.engine.recover import ONE_SAMPLE_DOES_NOT_FIT, make_room, out_of_memory_error
+from trainwright.engine.recover import (
+    ONE_SAMPLE_DOES_NOT_FIT,
+    is_out_of_memory,
+    make_room,
+    oom_snapshot,
+    out_of_memory_error,
+)
 from trainwright.engine.step import clear_grads
 from trainwright.errors import OomReport
 from trainwright.optim.clip import global_norm
@@ -94,14 +99,13 @@ def state_restored(state: TrainState, *used: object, compiled: bool = False) -> 
     Raises:
         NotIsolated: State that cannot be restored is reachable or was changed.
     """
-    parameters = [p for root in (state.model, state.loss) if root is not None for p in root.parameters()]
+    parameters = [p for root in state.roots for p in root.parameters()]
     optimizers = parts_of(state.optimizer)
     known = [
         *(parameters if sum(p.nbytes for p in parameters) > MAX_COPIED_BYTES else ()),
         *(o.state for o in optimizers),
     ]
-    used = (state.model, state.loss, *optimizers, *used)
-    roots = [(type(root).__name__, root) for root in used if root is not None]
+    roots = [(type(root).__name__, root) for root in (*state.roots, *optimizers, *used)]
     hooks = [*hooks_of_the_process(), *hooks_of_tensors(parameters)]
     reachable, runs_as = ReachableState([*roots, *hooks], known), nullcontext() if compiled else not_compiled()
     with preserved_rng(), isolated(reachable, may_write=compiled), runs_as:
@@ -151,7 +155,6 @@ def dry_run(
         UsageError: The batch does not fit the model.
         NotIsolated: The dry run would change state that cannot be restored.
     """
-    device = state.optimizer.param_groups[0]["params"][0].device
     part = batch
     reports: list[OomReport] = []
     while True:
@@ -166,9 +169,9 @@ def dry_run(
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            snapshot = oom_snapshot(error, state, part, device)
+            snapshot = oom_snapshot(error, state, part)
         modes = modes[:1]
-        reports.append(make_room(snapshot, part, part.size // 2 or None, state, device))
+        reports.append(make_room(snapshot, part, part.size // 2 or None, state))
         if part.size <= 1 or world.size > 1:
             raise out_of_memory_error(
                 reports, ONE_SAMPLE_DOES_NOT_FIT if world.size == 1 else "the ranks cannot try again together"
@@ -255,8 +258,7 @@ def _update(state: TrainState) -> tuple[float, int | None]:
 
     Returns 0 and None if the weights are large or cannot be copied.
     """
-    parameters = [p for group in state.optimizer.param_groups for p in group["params"]]
-    if sum(p.nbytes for p in parameters) > MAX_COPIED_BYTES:  # then forward and backward take most of the time
+    if sum(p.nbytes for p in state.parameters) > MAX_COPIED_BYTES:  # then forward and backward take most of the time
         return 0.0, None
     try:
         optimizer = copy.deepcopy(state.optimizer)

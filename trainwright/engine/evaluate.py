@@ -23,8 +23,8 @@ from trainwright.distributed.memory import give_back
 from trainwright.engine.input_errors import explaining
 from trainwright.engine.loss import Loss, LossFn, as_loss_fn, call_loss
 from trainwright.engine.metrics import NO_METRICS, MetricSet
-from trainwright.engine.oom_report import is_out_of_memory
 from trainwright.engine.precision import FP32, Precision
+from trainwright.engine.recover import is_out_of_memory
 from trainwright.engine.user_log import LoggedMeans, collecting
 from trainwright.errors import OutOfMemoryError, UsageError, suggest
 from trainwright.runs.media import Loggable
@@ -143,8 +143,6 @@ def evaluate(
 
 
 class _Sums(NamedTuple):
-    """Sums of one rank."""
-
     total: float
     weight: float
     metrics: dict[str, float]
@@ -155,7 +153,6 @@ _LOSS = ""  # no metric has this name
 
 
 def _means(parts: list[_Sums]) -> tuple[float, dict[str, float]]:
-    """Return the total weight, and the means over it."""
     weight = sum(part.weight for part in parts)
     sums = [{_LOSS: part.total, **part.metrics} for part in parts]
     names = dict.fromkeys(name for each in sums for name in each)

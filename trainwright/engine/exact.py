@@ -9,28 +9,18 @@ sum, and gathers the gradients of the other slices. This costs memory and commun
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from trainwright.checkpoint.cursor import MicroBatch, StepBatch
+from trainwright.checkpoint.cursor import StepBatch
 from trainwright.checkpoint.rng import reseed, seed_of
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.distributed.group import World
-from trainwright.engine.loss import Accumulated, LossFn, run_divided
+from trainwright.engine.loss import Accumulated, Loss, LossFn, run_divided
 from trainwright.engine.precision import Precision
 from trainwright.engine.rank_sums import as_number
 from trainwright.errors import UsageError
-
-
-class Slice(NamedTuple):
-    """Gradients (None if the loss does not depend on that parameter), loss and counts of one slice."""
-
-    grads: list[Tensor | None]
-    total: Tensor
-    weight: Tensor | float
-    metrics: dict[str, Tensor]
 
 
 def accumulate_exactly(
@@ -51,36 +41,25 @@ def accumulate_exactly(
         UsageError: The model has running statistics, which depend on the order of the slices.
     """
     _require_no_statistics(state)
-    parameters = [p for group in state.optimizer.param_groups for p in group["params"] if p.requires_grad]
+    parameters = [p for p in state.parameters if p.requires_grad]
     mine = [micro for micro in batch.micro if micro.size]
     counts = world.collect(len(mine))
     first = sum(counts[: world.rank])
     number = len(batch.global_ids)
-    slices = []
+    losses: list[Loss] = []
+    grads: list[list[Tensor | None]] = []  # by slice; None if the loss does not depend on a parameter
     for index, micro in enumerate(mine, start=first):
         for parameter in parameters:
             parameter.grad = None
         reseed(seed_of(f"{seed}:step {state.step}:slice {index}"))
-        slices.append(_run_slice(state, micro, loss_fn, precision, parameters, number, index))
-    has_grad = _anywhere(slices, parameters, world)
+        where = f"slice {index} of step {state.step + 1}"
+        losses.append(run_divided(state, micro, loss_fn, precision, number, where))
+        grads.append([p.grad for p in parameters])
+    here = [any(each[at] is not None for each in grads) for at in range(len(parameters))]
+    has_grad = [any(flags) for flags in zip(*world.collect(here), strict=True)]
     for at, parameter in enumerate(parameters):
-        parameter.grad = (
-            _summed([each.grads[at] for each in slices], parameter, counts, world) if has_grad[at] else None
-        )
-    return _combined(slices, batch, counts, world, parameters[0])
-
-
-def _run_slice(
-    state: TrainState,
-    micro: MicroBatch,
-    loss_fn: LossFn,
-    precision: Precision,
-    parameters: Sequence[Tensor],
-    number: int,
-    index: int,
-) -> Slice:
-    output = run_divided(state, micro, loss_fn, precision, number, f"slice {index} of step {state.step + 1}")
-    return Slice([p.grad for p in parameters], output.total, output.weight, dict(output.metrics))
+        parameter.grad = _summed([each[at] for each in grads], parameter, counts, world) if has_grad[at] else None
+    return _combined(losses, batch, counts, world, parameters[0])
 
 
 def _summed(grads: list[Tensor | None], parameter: Tensor, counts: list[int], world: World) -> Tensor:
@@ -118,17 +97,12 @@ def tree_sum(leaves: Sequence[Tensor]) -> Tensor:
     return tree_sum(leaves[:middle]) + tree_sum(leaves[middle:])
 
 
-def _anywhere(slices: Sequence[Slice], parameters: Sequence[Tensor], world: World) -> list[bool]:
-    here = [any(each.grads[at] is not None for each in slices) for at in range(len(parameters))]
-    return [any(flags) for flags in zip(*world.collect(here), strict=True)]
-
-
-def _combined(slices: Sequence[Slice], batch: StepBatch, counts: list[int], world: World, like: Tensor) -> Accumulated:
+def _combined(losses: Sequence[Loss], batch: StepBatch, counts: list[int], world: World, like: Tensor) -> Accumulated:
     """Return loss, weight and metrics of the step, summed over the slices in order, in float64."""
-    names = next((list(names) for names in world.collect([*slices[0].metrics] if slices else []) if names), [])
+    names = next((list(names) for names in world.collect([*losses[0].metrics] if losses else []) if names), [])
     rows = [
         torch.stack([as_number(value, like.device) for value in (each.weight, each.total, *each.metrics.values())])
-        for each in slices
+        for each in losses
     ]
     table = torch.stack(
         _gathered(rows, torch.zeros(2 + len(names), dtype=torch.float64, device=like.device), counts, world)
@@ -137,7 +111,7 @@ def _combined(slices: Sequence[Slice], batch: StepBatch, counts: list[int], worl
     divisor = torch.where(weight != 0, weight, 1.0)
     loss, *metrics = [(each / weight).to(like.dtype) for each in sums]
     correction = (len(batch.global_ids) / divisor).to(like.dtype)
-    totals = tuple(each.total for each in slices) or (torch.zeros_like(loss),)  # a rank may have no slice
+    totals = tuple(each.total for each in losses) or (torch.zeros_like(loss),)  # a rank may have no slice
     return Accumulated(loss, weight, totals, dict(zip(names, metrics, strict=True)), correction)
 
 

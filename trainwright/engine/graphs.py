@@ -50,27 +50,18 @@ T = TypeVar("T")
 Replay: TypeAlias = Callable[[], None]
 
 
-class GraphBackend(Protocol):
-    """The operations of CUDA graphs. The backend of the tests calls the Python function again instead."""
-
-    def warm_up(self, work: Callable[[], T]) -> T:
-        """Run ``work`` on a side stream, as CUDA graphs require before a capture."""
-
-    def capture(self, work: Callable[[], T]) -> tuple[T, Replay]:
-        """Capture ``work`` without changing any tensor. Return its result, whose tensors each replay overwrites."""
-
-    def launch_fraction(self, work: Callable[[], T]) -> tuple[T, float]:
-        """Run ``work``. Return its result and (launch time / full time). Synchronizes with the device."""
-
-
 class CudaGraphs:
-    """The graphs of ``torch.cuda``. All captures share a memory pool, because they never run at the same time."""
+    """The graphs of ``torch.cuda``. All captures share a memory pool, because they never run at the same time.
+
+    The backend of the tests calls the Python function again instead.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
 
     def warm_up(self, work: Callable[[], T]) -> T:
+        """Run ``work`` on a side stream, as CUDA graphs require before a capture."""
         side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         current = torch.cuda.current_stream(self._device)
         side.wait_stream(current)
@@ -80,12 +71,14 @@ class CudaGraphs:
         return done
 
     def capture(self, work: Callable[[], T]) -> tuple[T, Replay]:
+        """Capture ``work`` without changing any tensor. Return its result, whose tensors each replay overwrites."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             done = work()
         return done, graph.replay
 
     def launch_fraction(self, work: Callable[[], T]) -> tuple[T, float]:
+        """Run ``work``. Return its result and (launch time / full time). Synchronizes with the device."""
         torch.cuda.synchronize(self._device)
         begin_s = time.perf_counter()
         done = work()
@@ -124,8 +117,6 @@ class NotCapturable(Exception):
 
 @dataclass(eq=False)
 class _Graph:
-    """A captured step with its static tensors."""
-
     batch: StepBatch
     outputs: StepOutputs
     replay: Replay
@@ -133,11 +124,13 @@ class _Graph:
     num_replays: int = 0
 
 
-class _Group(NamedTuple):
-    """A parameter group and its learning rate on the device."""
+@dataclass(eq=False)
+class _Group:
+    """A parameter group, its learning rate on the device, and the same number as it was written there last."""
 
     group: dict[str, Any]
     lr: Tensor
+    written: float | None = None
 
 
 @dataclass(eq=False)
@@ -151,7 +144,7 @@ class StepGraphs:
         report: Called once with the reason if graphs are not used, or not used any more.
     """
 
-    backend: GraphBackend
+    backend: CudaGraphs
     only_if_launch_bound: bool = False
     runs_eagerly: Callable[[TrainState], bool] = lambda _state: False
     report: Callable[[str], None] = lambda _reason: None
@@ -163,7 +156,6 @@ class StepGraphs:
     _seen: dict[object, int] = field(default_factory=dict)
     _objects: object = None
     _groups: list[_Group] = field(default_factory=list)
-    _written_lrs: list[float | None] = field(default_factory=list)
     _attached: _Graph | None = None
     _is_launch_bound: bool = False
 
@@ -183,13 +175,11 @@ class StepGraphs:
         if self.ended:
             return None
         outputs = None
-        if self.runs_eagerly(state) or state.micro_limit is not None:
-            self._attached = None
-            return None
-        try:
-            outputs = self._step(state, batch, work)
-        except NotCapturable as reason:
-            self.end(str(reason))
+        if not self.runs_eagerly(state) and state.micro_limit is None:
+            try:
+                outputs = self._step(state, batch, work)
+            except NotCapturable as reason:
+                self.end(str(reason))
         if outputs is None:
             self._attached = None
         return outputs
@@ -232,19 +222,18 @@ class StepGraphs:
             self._graphs.clear()
             self._seen.clear()
             self._groups = [_Group(group, torch.zeros((), device=first.device)) for group in groups]
-            self._written_lrs: list[float | None] = [None] * len(groups)
         settings = tuple((name, value) for group in groups for name, value in group.items() if name not in _NOT_FIXED)
         shapes = tuple((micro.size, _shape_of(micro.data)) for micro in batch.micro)
         return settings, shapes, state.model.training
 
     def _write_lrs(self) -> None:
-        for place, (group, on_device) in enumerate(self._groups):
-            value = group["lr"]
+        for each in self._groups:
+            value = each.group["lr"]
             if isinstance(value, Tensor):
                 raise NotCapturable("the learning rate of the optimizer is a tensor, which other code may change")
-            if value != self._written_lrs[place]:
-                self._written_lrs[place] = value
-                on_device.fill_(value)
+            if value != each.written:
+                each.written = value
+                each.lr.fill_(value)
 
     def _load(self, graph: _Graph, batch: StepBatch) -> None:
         """Copy everything that differs between steps into static tensors."""
@@ -262,12 +251,12 @@ class StepGraphs:
     @contextmanager
     def _lrs_on_device(self) -> Iterator[None]:
         """Context in which parameter groups have their learning rates as tensors on the device."""
-        before = [(group, group["lr"], group.get("capturable")) for group, _ in self._groups]
+        before = [(each.group, each.group["lr"], each.group.get("capturable")) for each in self._groups]
         try:
-            for group, on_device in self._groups:
-                group["lr"] = on_device
-                if "capturable" in group and on_device.device.type != "cpu":
-                    group["capturable"] = True
+            for each in self._groups:
+                each.group["lr"] = each.lr
+                if "capturable" in each.group and each.lr.device.type != "cpu":
+                    each.group["capturable"] = True
             yield
         finally:
             for group, lr, capturable in before:
@@ -303,8 +292,7 @@ class StepGraphs:
         """Capture the step for batches of this shape. Raises NotCapturable; the state is unchanged then."""
         self.num_captures += 1
         static = StepBatch(tuple(MicroBatch(_cloned(micro.data), micro.ids) for micro in batch.micro))
-        device = _device_of(state)
-        draws = _HostDraws.now(device)
+        draws = _HostDraws.now(state.device)
 
         def captured() -> StepOutputs:
             done, grad_norm = work.gradients(state, static)
@@ -320,15 +308,14 @@ class StepGraphs:
         if not draws.are_unchanged():
             draws.bag.restore()  # the eager step must draw the same numbers
             raise NotCapturable("the step draws random numbers on the host, which a graph would repeat")
-        parameters = [each for group in state.optimizer.param_groups for each in group["params"]]
-        return _Graph(static, outputs, replay, [(each, each.grad) for each in parameters])
+        return _Graph(static, outputs, replay, [(each, each.grad) for each in state.parameters])
 
     def _check_replay(self, graph: _Graph, state: TrainState, work: StepWork) -> StepOutputs:
         """Replay the step, run it again eagerly, and compare. Keeps the state and the result of the eager step.
 
         Copies the state to the host three times.
         """
-        device, before = _device_of(state), _HostCopy.of(state)
+        device, before = state.device, _HostCopy.of(state)
         generators = TorchGenerators.read(device)
         self._attach(graph)
         graph.replay()
@@ -388,14 +375,8 @@ def _shape_of(data: object) -> object:
 
 
 def _cloned(value: T) -> T:
-    """Return the same structure with copies of its tensors."""
     copied: T = tree_map_only(Tensor, lambda each: each.detach().clone(), value)
     return copied
-
-
-def _device_of(state: TrainState) -> torch.device:
-    device: torch.device = state.optimizer.param_groups[0]["params"][0].device
-    return device
 
 
 def _are_equal(one: TorchGenerators, other: TorchGenerators) -> bool:
@@ -440,8 +421,7 @@ class _HostCopy:
 
     @staticmethod
     def _live(state: TrainState) -> Iterator[tuple[str, Tensor]]:
-        modules = [state.model, *([state.loss] if state.loss is not None else [])]
-        for module in modules:
+        for module in state.roots:
             yield from chain(module.named_parameters(), module.named_buffers())
         for number, part in enumerate(parts_of(state.optimizer)):
             for place, values in enumerate(part.state.values()):

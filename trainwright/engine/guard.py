@@ -64,7 +64,7 @@ class BufferGuard:
 
     A NaN in one batch would stay in a running mean even though the update was not applied. Costs a copy of each
     persistent buffer: nothing for most transformers, 60 small ones for a ResNet-18. Non-persistent buffers, mostly
-    tables, are copied only after they have been written to, and only ``put_back`` restores them.
+    tables, are copied once and after each change, and only ``put_back`` restores them.
     """
 
     def __init__(self) -> None:

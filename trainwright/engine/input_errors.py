@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.checkpoint.cursor import tensors_in
-from trainwright.engine.oom_report import is_out_of_memory
+from trainwright.engine.recover import is_out_of_memory
 from trainwright.errors import DataError, TrainwrightError, UsageError, text_of
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -58,38 +58,38 @@ class _Never:
 NEVER = _Never()
 
 
-def save_after(error: Exception, state: TrainState, saving: Saver) -> None:
-    """Save the state after an error between two steps, unless another rank is lost.
+@contextmanager
+def _saved_after_error(state: TrainState, saving: Saver) -> Iterator[None]:
+    """Save the state after an error between two steps, where it is complete, unless another rank is lost.
 
     After a lost rank, a run that resumed from this state would lack the evaluation and the record of the last step. A
     run that resumes from the previous checkpoint repeats both.
     """
-    if not isinstance(error, RankError):
+    try:
+        yield
+    except RankError:
+        raise
+    except Exception:
         saving.rescue(state)
+        raise
 
 
-class SaveIfWhole:
-    """Saves the last good step if the next step raises an error and leaves the state intact (``error.whole``)."""
-
-    def __init__(self, state: TrainState, saving: Saver) -> None:
-        self.state, self.saving = state, saving
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if getattr(error, "whole", False) and self.state.step:
-            self.saving.rescue(self.state)
+@contextmanager
+def _saved_if_intact(state: TrainState, saving: Saver) -> Iterator[None]:
+    """Save the last good step if the next step raises an error that leaves the state intact (``error.whole``)."""
+    try:
+        yield
+    except BaseException as error:
+        if getattr(error, "whole", False) and state.step:
+            saving.rescue(state)
+        raise
 
 
-def each_batch(batches: Iterable[StepBatch], state: TrainState, saving: Saver) -> Iterator[StepBatch]:
-    """Yield the batches. If reading a batch fails, saves the state, which is complete between two steps."""
+def _each_batch(batches: Iterable[StepBatch], state: TrainState, saving: Saver) -> Iterator[StepBatch]:
     stream = iter(batches)
     while True:
-        try:
+        with _saved_after_error(state, saving):
             batch = next(stream, None)
-        except Exception as error:
-            save_after(error, state, saving)
-            raise
         if batch is None:
             return
         yield batch
@@ -250,21 +250,17 @@ def run(
         for observer in observers:
             closing.callback(getattr(observer, "close", lambda: None))
         closing.push(saving.__exit__)  # runs first on exit, so that saves reach the disk before signal handlers go
-        closing.enter_context(SaveIfWhole(state, saving))
-        observe = [observer.observe for observer in observers]
+        closing.enter_context(_saved_if_intact(state, saving))
         try:
-            for last in steps(state, each_batch(batches, state, saving), advance, until=until, clock=world.clock):
-                try:
+            for last in steps(state, _each_batch(batches, state, saving), advance, until=until, clock=world.clock):
+                with _saved_after_error(state, saving):
                     try:
                         if evaluation.due(state):
                             evaluation(state)
                             last.evaluation = evaluation.last
                     finally:  # the state is saved if evaluation raises, so the step must be logged
-                        answers = [each(last, state) for each in observe]
+                        answers = [observer.observe(last, state) for observer in observers]
                     first = _first_stop(answers, observers)
-                except Exception as error:
-                    save_after(error, state, saving)
-                    raise
                 stop = world.agree(first)
                 if stop:
                     break
@@ -273,11 +269,8 @@ def run(
         except StopRequest as request:
             stop = request.stop
         if not stop or (stop.save and not stop.by_signal):
-            try:
+            with _saved_after_error(state, saving):
                 complete(state)
-            except Exception as error:
-                save_after(error, state, saving)
-                raise
         if not stop or stop.save:
             saving(state)  # before the last evaluation: a signal during it may leave no time to save
         if not stop:

@@ -271,7 +271,6 @@ class _Supervised:
 
 
 def _hint(loss: Callable[..., object], output: object, target: object) -> str:
-    """Return what probably made ``loss(output, target)`` fail."""
     if isinstance(target, tuple | list) and _is_text(target):
         return f"the labels are strings, such as {target[0]!r}: let the dataset return their numbers, from 0"
     if isinstance(output, Mapping | tuple | list):
@@ -459,7 +458,7 @@ def accumulate(
                 output = Loss(objective.detach(), share)
             else:
                 if not micro.size:
-                    output = with_zero_weight(output)
+                    output = _with_zero_weight(output)
                 if provisional is None:
                     provisional = _nonzero(output.weight) * len(batch.micro)
                 objective = output.total / provisional
@@ -492,15 +491,11 @@ def run_divided(
 ) -> Loss:
     """Run forward and scaled backward on one micro-batch, with its total divided by a ``divisor`` known beforehand.
 
-    Returns the detached loss. A mean is multiplied by the number of samples.
+    Returns the detached loss.
     """
     with norms.synchronised(counts=micro.size > 0):
         with precision.autocast():
-            output = call_loss(loss_fn, state.model, micro, where)
-            if isinstance(output, Tensor):
-                output = Loss(output * micro.size, float(micro.size))
-            if not micro.size:
-                output = with_zero_weight(output)
+            output = summed_loss(loss_fn, state.model, micro, where)
             objective = output.total / divisor
         if objective.requires_grad:
             scaled = state.scaler.scaled(objective)
@@ -511,8 +506,20 @@ def run_divided(
                 f"the loss of {where} depends on no parameter, and the other ranks wait for its gradient",
                 remedy="let it depend on the model's output also where nothing is counted: output.sum() * 0",
             )
-    metrics = {name: value.detach() for name, value in output.metrics.items()}
-    return Loss(output.total.detach(), output.weight, metrics)
+    return detached(output)
+
+
+def summed_loss(loss_fn: LossFn, model: nn.Module, micro: MicroBatch, where: str) -> Loss:
+    """Call the loss; a mean is multiplied by the number of samples, and the loss of no samples by 0."""
+    output = call_loss(loss_fn, model, micro, where)
+    if isinstance(output, Tensor):
+        output = Loss(output * micro.size, float(micro.size))
+    return output if micro.size else _with_zero_weight(output)
+
+
+def detached(loss: Loss) -> Loss:
+    """Return the loss without its autograd graph, outputs and targets."""
+    return Loss(loss.total.detach(), loss.weight, {name: value.detach() for name, value in loss.metrics.items()})
 
 
 def combine_divided(outputs: Sequence[Loss], divisor: int) -> Accumulated:
@@ -521,7 +528,7 @@ def combine_divided(outputs: Sequence[Loss], divisor: int) -> Accumulated:
     return done._replace(correction=divisor / _nonzero(done.weight))
 
 
-def with_zero_weight(output: Loss) -> Loss:
+def _with_zero_weight(output: Loss) -> Loss:
     """Return ``output`` with all values 0 but with its autograd graph, so that its backward pass still runs."""
     metrics = {name: value * 0.0 for name, value in output.metrics.items()}
     return Loss(output.total * 0.0, output.weight * 0.0, metrics)

@@ -27,7 +27,7 @@ class LrRange:
     Attributes:
         lrs: Learning rate of each step.
         losses: Smoothed loss of each step.
-        suggestion: Suggested learning rate; None if the loss never fell.
+        suggestion: Suggested learning rate; None if the loss fell by less than 1 %.
         stopped_at: Learning rate at which the loss exceeded 4 times its minimum; None if it never did.
     """
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
-from typing import Self
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -30,7 +29,6 @@ from trainwright.engine.step import (
     clear_grads,
     constant_lr,
     count_step,
-    device_of,
     raise_if_torn,
     set_lr,
 )
@@ -79,7 +77,7 @@ def make_own_step(
 
     def advance(state: TrainState, batch: StepBatch) -> StepResult:
         if witness is not SILENT:
-            witness.step_begins(state, batch, TorchGenerators.read(device_of(state.optimizer)))
+            witness.step_begins(state, batch, TorchGenerators.read(state.device))
         lr = set_lr(state.optimizer, schedule(state.step, state.fraction))
         buffers.keep(state.model, state.loss)
         witness.gradients_are_cleared(state.optimizer)
@@ -112,7 +110,6 @@ def make_own_step(
 
 
 def _read(output: object, batch: StepBatch, step: int) -> tuple[Tensor, Tensor | float, dict[str, Tensor]]:
-    """Return loss, weight and metrics as they are logged."""
     known = validated_output(output, f"step {step}: the step function gave")
     if isinstance(known, Tensor):
         return known.detach(), float(batch.size), {}
@@ -123,8 +120,8 @@ def _read(output: object, batch: StepBatch, step: int) -> tuple[Tensor, Tensor |
 class UpdateGuard:
     """Checks the gradients of each update inside its context; an optimizer with non-finite gradients changes nothing.
 
-    The context is entered for each step. The hooks stay registered from the first step until ``close``, because
-    registering them takes longer than running them. ``skipped`` is true once an update of the step was skipped.
+    The hooks stay registered from the first step until ``close``, because registering them takes longer than running
+    them. ``skipped`` is true once an update of the step was skipped.
     """
 
     def __init__(self) -> None:
@@ -141,15 +138,10 @@ class UpdateGuard:
         self._before_closure: _StateBeforeUpdate | None = None
         self.skipped = APPLIED
 
-    def of(self, optimizers: Sequence[Optimizer]) -> Self:
-        """Return the context of a step that may update with these optimizers.
-
-        Inside, a step of any other optimizer raises UsageError.
-        """
+    @contextmanager
+    def of(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
+        """Context of a step that may update with these optimizers. A step of any other raises UsageError."""
         self._optimizers = optimizers
-        return self
-
-    def __enter__(self) -> None:
         if not self._handles:
             self._handles = [
                 register_optimizer_step_pre_hook(self._before),
@@ -157,11 +149,10 @@ class UpdateGuard:
             ]
         self._begin()
         self._is_open = True
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._is_open = False
+        try:
+            yield
+        finally:
+            self._is_open = False
 
     def close(self) -> None:
         for handle in self._handles:
@@ -171,13 +162,17 @@ class UpdateGuard:
         if not self._is_open or self._stepping is not None:  # not a step of this run, or an optimizer nested in another
             return
         if optimizer not in self._optimizers:
-            raise _unknown_optimizer(optimizer)
+            raise UsageError(
+                f"the step calls {type(optimizer).__name__}.step() of an optimizer outside the run: its state would "
+                "not be saved",
+                remedy="give it: tw.fit(..., optimizer=it), or optimizer=[one, other] for several",
+            )
         self._stepping = optimizer
         # the first argument is the optimizer
         if (len(args) > 1 or kwargs) and any(map(callable, (*args, *kwargs.values()))):
             self._before_closure = _StateBeforeUpdate(optimizer)
         elif not self._are_finite(optimizer):
-            self._hidden = [(p, p.grad) for p in _owned(optimizer)]
+            self._hidden = [(p, p.grad) for p in _parameters(optimizer)]
             for p, _ in self._hidden:
                 p.grad = None
 
@@ -212,28 +207,20 @@ class UpdateGuard:
         return torch.scalar_tensor(math.hypot(*self._norms), dtype=self._like[1], device=parameter.device)
 
 
-def _unknown_optimizer(optimizer: Optimizer) -> UsageError:
-    return UsageError(
-        f"the step calls {type(optimizer).__name__}.step() of an optimizer outside the run: its state would "
-        "not be saved",
-        remedy="give it: tw.fit(..., optimizer=it), or optimizer=[one, other] for several",
-    )
-
-
 class _StateBeforeUpdate:
     """Copy of weights and state of an optimizer, made before an update whose gradients are not known yet."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._weights = [p.detach().clone() for p in _owned(optimizer)]
+        self._weights = [p.detach().clone() for p in _parameters(optimizer)]
         self._state = copy.deepcopy(optimizer.state_dict())
 
     @torch.no_grad()
     def put_back(self) -> None:
-        for p, weight in zip(_owned(self._optimizer), self._weights, strict=True):
+        for p, weight in zip(_parameters(self._optimizer), self._weights, strict=True):
             p.copy_(weight)
         self._optimizer.load_state_dict(self._state)
 
 
-def _owned(optimizer: Optimizer) -> list[Tensor]:
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -550,14 +550,12 @@ def regression_metric(name: str, **options: object) -> NamedMetric:
 
 
 def _torchmetrics(name: str) -> Any:
-    """Import ``torchmetrics`` for the metric ``name``. Raises MissingExtra if it is not installed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return import_optional("torchmetrics", needed_for=f"the metric {name!r}")
 
 
 def _made(found: Any, options: Mapping[str, Any]) -> Any:
-    """Construct a metric of ``torchmetrics``. Raises UsageError for arguments that it does not accept."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

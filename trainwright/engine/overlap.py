@@ -96,7 +96,7 @@ class OverlappedSum:
         if not self._world.least(1):
             raise OtherRankFailed
         done = combine(done, self._world, device)
-        parameters = [p for group in state.optimizer.param_groups for p in group["params"] if p.requires_grad]
+        parameters = [p for p in state.parameters if p.requires_grad]
         self._reset(parameters)
         self._on_error = self._send_zeros
         bucket_of = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
@@ -109,7 +109,7 @@ class OverlappedSum:
             while len(self._flats) < len(self._buckets) and not self._buckets[len(self._flats)].waiting:
                 self._send(state, done)
 
-        handles = [p.register_post_accumulate_grad_hook(on_accumulated) for p in parameters]
+        handles = [p.register_post_accumulate_grad_hook(on_accumulated) for p in parameters]  # type: ignore[no-untyped-call]
         try:
             yield done
         finally:
@@ -138,7 +138,6 @@ class OverlappedSum:
         self._start(flat)
 
     def _send_zeros(self) -> None:
-        """All-reduce zeros for the remaining buckets."""
         for bucket in self._buckets[len(self._flats) :]:
             first = bucket.parameters[0]
             self._start(first.new_zeros(sum(p.numel() for p in bucket.parameters)))

@@ -23,7 +23,7 @@ from trainwright.engine.guard import BufferGuard
 from trainwright.engine.loss import Loss, accumulate, as_loss_fn
 from trainwright.engine.precision import Precision
 from trainwright.engine.rank_sums import seed_step, share_buffers
-from trainwright.engine.step import clear_grads, device_of
+from trainwright.engine.step import clear_grads
 from trainwright.engine.user_log import collecting
 
 INTERVAL_STEPS = 256  # Two replays in this many steps take less than 1 % of the time
@@ -55,7 +55,7 @@ class Peers:
         self._reset()
         if (state.step + 1) % INTERVAL_STEPS or state.micro_limit is not None or self._is_off:
             return
-        trained = {id(p) for group in state.optimizer.param_groups for p in group["params"]}
+        trained = {*map(id, state.parameters)}
         self._parameters = [p if id(p) in trained else None for p in parameters]
         share_buffers(state, self._ranks)
         buffers = BufferGuard()
@@ -64,7 +64,7 @@ class Peers:
         for distance in range(1, NUM_REPLAYS + 1):
             moved = self._ranks.from_previous(_on(torch.device("cpu"), moved))
             seed_step(self._seed, state.step, (self._ranks.rank - distance) % self._ranks.size)
-            self._replay(state, _on(device_of(state.optimizer), moved))
+            self._replay(state, _on(state.device, moved))
             is_restored &= not buffers.put_back()
         self._is_off = not self._ranks.least(is_restored)  # off if the model writes to a buffer too large to be copied
         hooked = [p for p in self._parameters if p is not None and p.requires_grad]

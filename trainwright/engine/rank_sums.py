@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from trainwright.checkpoint.cursor import MicroBatch, StepBatch
 from trainwright.checkpoint.rng import reseed, seed_of
@@ -62,10 +61,9 @@ def as_number(value: Tensor | float, device: torch.device) -> Tensor:
 
 def share_buffers(state: TrainState, world: World) -> None:
     """Copy persistent buffers of model and loss from rank 0 to all ranks, because each rank saw different samples."""
-    roots = [root for root in (state.model, state.loss) if root is not None]
     kept = [
         buffer
-        for root in roots
+        for root in state.roots
         for module in root.modules()
         for name, buffer in module.named_buffers(recurse=False)
         if name not in module._non_persistent_buffers_set and buffer.is_contiguous()
@@ -80,11 +78,11 @@ def sum_counts(state: TrainState, world: World) -> None:
     world.sum_([getattr(each, name) for each in modules for name in getattr(each, "summed_over_ranks", ())])
 
 
-def fill_missing(optimizer: Optimizer, world: World) -> None:
+def fill_missing(parameters: Sequence[Tensor], world: World) -> None:
     """Set zero gradients for parameters that have a gradient only on other ranks, so that all ranks sum the same
     tensors.
     """
-    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    parameters = [p for p in parameters if p.requires_grad]
     here = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device="cpu")
     same = world.gather(torch.tensor([seed_of(str(here.tolist()))], device="cpu"))
     if bool((same == same[0]).all()):
@@ -104,13 +102,12 @@ def sum_grads(grads: Sequence[Tensor], world: World, copies: World | None) -> No
         copies.sum_(locals_of(grad for grad in grads if is_divided(grad)))
 
 
-def settle_parts(optimizer: Optimizer) -> None:
+def settle_parts(parameters: Sequence[Any]) -> None:
     """Sum the gradients that are partial sums on each rank, such as a norm's if each rank has part of a sequence."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            grad = parameter.grad
-            if is_divided(grad) and grad.placements != parameter.placements:
-                parameter.grad = grad.redistribute(placements=parameter.placements)
+    for parameter in parameters:
+        grad = parameter.grad
+        if is_divided(grad) and grad.placements != parameter.placements:
+            parameter.grad = grad.redistribute(placements=parameter.placements)
 
 
 def of_all_ranks(batch: StepBatch) -> StepBatch:

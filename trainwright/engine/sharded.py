@@ -18,10 +18,9 @@ from trainwright.checkpoint.shards import is_divided, is_sharded, units
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.distributed.group import World
 from trainwright.engine.loss import Accumulated, Loss, LossFn, run_divided
-from trainwright.engine.oom_report import is_out_of_memory, oom_snapshot
 from trainwright.engine.precision import Precision
 from trainwright.engine.rank_sums import as_number
-from trainwright.engine.recover import make_room, out_of_memory_error
+from trainwright.engine.recover import is_out_of_memory, make_room, oom_snapshot, out_of_memory_error
 from trainwright.engine.synced_norms import LOCAL_STATISTICS, SyncedNorms
 from trainwright.engine.witness import SILENT, StepWitness
 from trainwright.errors import OutOfMemoryError
@@ -68,7 +67,7 @@ class ShardedPasses:
 
     def _combined(self, state: TrainState, outputs: Sequence[Loss], number: int) -> Accumulated:
         """Return loss, weight and metrics of all ranks. Costs one exchange of a few numbers."""
-        parameters = [p for group in state.optimizer.param_groups for p in group["params"] if p.requires_grad]
+        parameters = [p for p in state.parameters if p.requires_grad]
         names, device = sorted(outputs[0].metrics), parameters[0].device
         rows = [
             torch.stack([as_number(each, device) for each in (o.weight, o.total, *(o.metrics[n] for n in names))])
@@ -79,8 +78,10 @@ class ShardedPasses:
         everywhere = self._world.gather(torch.cat([mine, torch.tensor(used, dtype=mine.dtype, device=device)])).sum(0)
         weight, *sums = everywhere[: len(mine)].unbind()
         self._sum_whole(parameters)
-        if not all(used):  # reading them on a GPU costs a host sync
-            _drop_unused(parameters, everywhere[len(mine) :].tolist())
+        if not all(used):  # reading the counts on a GPU costs a host sync
+            for parameter, count in zip(parameters, everywhere[len(mine) :].tolist(), strict=True):
+                if not count:  # no rank has a gradient
+                    parameter.grad = None
         loss, *metrics = [(each / weight).to(outputs[0].total.dtype) for each in sums]
         divisor = torch.where(weight != 0, weight, 1.0)
         correction = (number / divisor).to(torch.promote_types(loss.dtype, torch.float32))
@@ -88,19 +89,11 @@ class ShardedPasses:
         return Accumulated(loss, weight, totals, dict(zip(names, metrics, strict=True)), correction)
 
     def _sum_whole(self, parameters: Sequence[Tensor]) -> None:
-        """Sum the gradients of parameters that are not divided."""
         kept_whole = [p for p in parameters if not is_divided(p)]
         for parameter in kept_whole:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         self._world.sum_([p.grad for p in kept_whole if p.grad is not None])
-
-
-def _drop_unused(parameters: Sequence[Tensor], used: Sequence[float]) -> None:
-    """Remove the zero gradients of parameters that have a gradient on no rank."""
-    for parameter, count in zip(parameters, used, strict=True):
-        if not count:
-            parameter.grad = None
 
 
 class _Used:
@@ -163,13 +156,7 @@ def without_retry(passes: Callable[[], T], state: TrainState, batch: StepBatch) 
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        short = _short_of_memory(error, state, batch)
-    raise short  # by now the frames that held the tensors are gone
-
-
-def _short_of_memory(error: Exception, state: TrainState, batch: StepBatch) -> OutOfMemoryError:
-    device = state.optimizer.param_groups[0]["params"][0].device
-    report = make_room(oom_snapshot(error, state, batch, device), batch, None, state, device)
+        report = make_room(oom_snapshot(error, state, batch), batch, None, state)
     trouble = "ranks that divide the weights cannot begin a step again, so the run ends"
-    found = out_of_memory_error([report], trouble)
-    return OutOfMemoryError(found.message, reports=found.reports, whole=False, remedy=found.remedy)
+    found = out_of_memory_error([report], trouble)  # by now the frames that held the tensors are gone
+    raise OutOfMemoryError(found.message, reports=found.reports, whole=False, remedy=found.remedy)

@@ -71,9 +71,7 @@ class _NoSpikes:
     """The null object: reads no norm and stores no state."""
 
     def before_step(self, state: TrainState) -> None: ...
-    def decide(self, _state: TrainState, _grad_norm: Tensor, _skipped: Tensor) -> SpikeDecision | None:
-        return None
-
+    def decide(self, state: TrainState, grad_norm: Tensor, skipped: Tensor) -> None: ...
     def after_step(self, state: TrainState, batch: StepBatch, done: Accumulated, grad_norm: Tensor) -> None: ...
 
 
@@ -156,10 +154,8 @@ class _KeptState:
 
     @classmethod
     def of(cls, state: TrainState) -> _KeptState:
-        roots = [state.model, *([state.loss] if state.loss is not None else [])]
-        trained = [p for group in state.optimizer.param_groups for p in group["params"]]
-        parameters = {id(p): p for p in [*trained, *(p for root in roots for p in root.parameters())]}
-        objects = LiveObjects(roots, parts_of(state.optimizer), list(parameters.values()))
+        parameters = {id(p): p for p in [*state.parameters, *(p for root in state.roots for p in root.parameters())]}
+        objects = LiveObjects(state.roots, parts_of(state.optimizer), list(parameters.values()))
         average = state.ema.state_dict()
         if "shadow" in average:
             average["shadow"] = {name: each.clone() for name, each in average["shadow"].items()}

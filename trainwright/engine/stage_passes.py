@@ -17,10 +17,9 @@ from trainwright.checkpoint.cursor import MicroBatch, StepBatch
 from trainwright.checkpoint.shards import locals_of
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.distributed.group import World
-from trainwright.engine.loss import Batch, Loss, LossFn, call_loss, with_zero_weight
-from trainwright.engine.oom_report import is_out_of_memory
+from trainwright.engine.loss import Batch, Loss, LossFn, detached, summed_loss
 from trainwright.engine.precision import FP32, Precision
-from trainwright.errors import OutOfMemoryError, UsageError
+from trainwright.errors import UsageError
 
 StageLoss = Callable[[Tensor, Tensor], Tensor]
 """``loss(output, index)``, where the only element of ``index`` is the number of the micro-batch."""
@@ -61,7 +60,7 @@ class StagedPasses:
         self._world = world
         self._rows = rows
         self._schedules: dict[int, StageSchedule] = {}
-        self._work = _NO_WORK
+        self._work: _Work | None = None
 
     def train(
         self, state: TrainState, batch: StepBatch, loss_fn: LossFn, precision: Precision, divisor: int
@@ -81,17 +80,8 @@ class StagedPasses:
     def evaluate(self, batch: Batch, loss_fn: LossFn) -> Loss:
         """Run forward only, in the precision that is already set. Returns the loss on every stage."""
         micro = MicroBatch(batch, np.arange(len(inputs_of(batch))))
-        work = _Work(loss_fn, (micro,), 1, "the evaluation", _identity, {}, self._stages.as_returned)
-        try:
-            return self._run(work, FP32, trains=False)[0]
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-        raise OutOfMemoryError(
-            "out of memory in the evaluation, and the stages cannot begin again together",
-            whole=False,
-            remedy="evaluate fewer samples at a time (evaluation.batch), or on devices with more memory",
-        )
+        work = _Work(loss_fn, (micro,), 1, "the evaluation", lambda objective: objective, {}, self._stages.as_returned)
+        return self._run(work, FP32, trains=False)[0]
 
     def sum_tied(self, model: nn.Module) -> None:
         """Sum the gradients of the weights that the first and the last stage share."""
@@ -124,11 +114,12 @@ class StagedPasses:
                 schedule.step(*inputs, target=numbers, return_outputs=False)
             else:
                 schedule.eval(*inputs, target=numbers)
-        self._work = _NO_WORK
+        self._work = None
         mine = [_on_host(work.outputs[index]) for index in range(wanted)] if self._stages.is_last else []
         return next(filter(None, self._world.collect(mine)))
 
     def _loss(self, output: Tensor, index: Tensor) -> Tensor:
+        assert self._work is not None
         return self._work.objective(output, int(index))
 
     def _filled(self, micro: MicroBatch) -> Tensor:
@@ -157,13 +148,8 @@ class _Work(NamedTuple):
         micro = self.micro[index]
         inputs = inputs_of(micro.data)
         model = _ModelStandIn(inputs, self.as_returned(output[: len(inputs)]))
-        made = call_loss(self.loss_fn, model, micro, f"micro-batch {index} of {self.where}")
-        if isinstance(made, Tensor):
-            made = Loss(made * micro.size, float(micro.size))
-        if not micro.size:
-            made = with_zero_weight(made)
-        metrics = {name: value.detach() for name, value in made.metrics.items()}
-        self.outputs[index] = Loss(made.total.detach(), made.weight, metrics)
+        made = summed_loss(self.loss_fn, model, micro, f"micro-batch {index} of {self.where}")
+        self.outputs[index] = detached(made)
         return self.scaled(made.total / self.divisor)
 
 
@@ -189,17 +175,6 @@ class _ModelStandIn(nn.Module):
                 "into the model",
             )
         return self._output
-
-
-def _identity(objective: Tensor) -> Tensor:
-    return objective
-
-
-def _no_loss(model: nn.Module, batch: Batch) -> Loss:  # noqa: ARG001 - see ``takes_model``
-    raise AssertionError("no micro-batch is under way")
-
-
-_NO_WORK = _Work(_no_loss, (), 1, "", _identity, {}, _identity)
 
 
 def _on_host(loss: Loss) -> Loss:

@@ -19,14 +19,13 @@ from trainwright.checkpoint.cursor import StepBatch
 from trainwright.checkpoint.rng import TorchGenerators
 from trainwright.checkpoint.shards import is_sharded, locals_of
 from trainwright.checkpoint.train_state import TrainState
-from trainwright.distributed.group import Ranks
+from trainwright.distributed.group import SOLO, Ranks, World
 from trainwright.engine.evaluate import EvaluationResult
 from trainwright.engine.exact import accumulate_exactly
 from trainwright.engine.graphs import StepGraphs, StepOutputs
 from trainwright.engine.guard import APPLIED, BufferGuard, must_skip, update_unless
 from trainwright.engine.loss import Accumulated, Loss, LossFn, accumulate, as_loss_fn, combine_divided, run_divided
 from trainwright.engine.metrics import OutputKeeper
-from trainwright.engine.oom_report import is_out_of_memory, oom_snapshot
 from trainwright.engine.overlap import OtherRankFailed, OverlappedSum
 from trainwright.engine.precision import FP32, Precision
 from trainwright.engine.rank_layout import ONE_RANK_LAYOUT, RankLayout
@@ -42,7 +41,7 @@ from trainwright.engine.rank_sums import (
     sum_counts,
     sum_grads,
 )
-from trainwright.engine.recover import Recovery, make_room
+from trainwright.engine.recover import Recovery, is_out_of_memory, make_room, oom_snapshot
 from trainwright.engine.sharded import ShardedPasses, without_retry
 from trainwright.engine.spikes import NO_SPIKES, SpikeDecision, SpikeHandler
 from trainwright.engine.witness import SILENT, StepWitness
@@ -174,18 +173,18 @@ def make_step(
         witness.can_repeat(lambda state, batch: accumulate(state, batch, alone, precision))
 
     def advance(state: TrainState, batch: StepBatch) -> StepResult:
-        device = device_of(state.optimizer)
-        generators = TorchGenerators.read(device)
+        generators = TorchGenerators.read(state.device)
         witness.step_begins(state, batch, generators)
         if world.size > 1 or stream is not None or ranks.divided:
             seed_step(seed, state.step, world.rank if stream is None else stream)
             share_buffers(state, world)
-            generators = TorchGenerators.read(device)
+            generators = TorchGenerators.read(state.device)
         lr = set_lr(state.optimizer, schedule(state.step, state.fraction))
         if graphs is not None and not witness.is_listening:
             outputs = graphs.step(state, batch, work)
             if outputs is not None:
-                return _replayed(state, batch, outputs, lr)
+                count_step(state, batch, Counted(batch.size, batch.tokens))
+                return _result(state, batch, outputs, lr)
         spikes.before_step(state)
         recovery.buffers.keep(state.model, own if state.loss is None else state.loss)
         counted = Counted(batch.size, batch.tokens) if data.size == 1 else count(batch, data)
@@ -207,35 +206,36 @@ def make_step(
             raise
         count_step(state, batch, counted)
         spikes.after_step(state, batch, done, grad_norm)
-        reason = "" if decision is None else decision.reason
-        if skipped is not APPLIED:
-            losses, whole = (done.micro_losses, batch) if world.size == 1 else ((done.loss,), of_all_ranks(batch))
-            state.ledger.note(
-                state.step, skipped, grad_norm=grad_norm, losses=losses, batch=whole, scale=scale, reason=reason
-            )
-        result = StepResult(state.step, done.loss, grad_norm, lr, done.weight, skipped, batch, done.metrics, probed)
-        result.oom_reports, result.spike = reports, decision
-        result.correction = done.correction
+        result = _result(state, batch, StepOutputs(done, grad_norm, skipped), lr, scale, decision, world)
+        result.probed, result.oom_reports = probed, reports
         return result
 
     return advance
 
 
-def _replayed(state: TrainState, batch: StepBatch, outputs: StepOutputs, lr: float) -> StepResult:
-    """Return the result of a step that a graph has computed, and count the step."""
+def _result(
+    state: TrainState,
+    batch: StepBatch,
+    outputs: StepOutputs,
+    lr: float,
+    scale: Tensor | None = None,
+    decision: SpikeDecision | None = None,
+    world: World = SOLO,
+) -> StepResult:
+    """Return the result of a counted step, and note it in the ledger if its update may have been skipped."""
     done, grad_norm, skipped = outputs
-    count_step(state, batch, Counted(batch.size, batch.tokens))
     if skipped is not APPLIED:
+        losses, whole = (done.micro_losses, batch) if world.size == 1 else ((done.loss,), of_all_ranks(batch))
+        reason = "" if decision is None else decision.reason
         state.ledger.note(
-            state.step, skipped, grad_norm=grad_norm, losses=done.micro_losses, batch=batch, scale=None, reason=""
+            state.step, skipped, grad_norm=grad_norm, losses=losses, batch=whole, scale=scale, reason=reason
         )
-    result = StepResult(state.step, done.loss, grad_norm, lr, done.weight, skipped, batch, done.metrics, {})
-    result.correction = done.correction
+    result = StepResult(state.step, done.loss, grad_norm, lr, done.weight, skipped, batch, done.metrics)
+    result.spike, result.correction = decision, done.correction
     return result
 
 
 def _obstacle_to_graphs(ranks: RankLayout, spikes: SpikeHandler, keeper: object) -> str:
-    """Return the reason why no step can be captured, or ''."""
     if ranks is not ONE_RANK_LAYOUT and (ranks.sums.size > 1 or ranks.exact or ranks.divided or ranks.stages):
         return "several ranks train together, or gradients are added exactly"
     if spikes is not NO_SPIKES:
@@ -311,9 +311,8 @@ def _gradients(
 ) -> tuple[_Gradients, StepBatch, tuple[OomReport, ...]]:
     """Run the part of a step that can start again, because it changes only gradients, buffers and generators.
 
-    On several ranks, retries cover only the part before ranks communicate, because ranks must agree that all of them
-    have succeeded. Ranks that divide the weights cannot retry at all. With ``parallel.exact``, the size of the slices
-    is fixed, so a retry could not make them smaller.
+    On several ranks, all of them retry if one has run out of memory. Ranks that divide the weights cannot retry. With
+    ``parallel.exact``, the size of the slices is fixed, so a retry could not make them smaller.
     """
     ranks = parts.ranks
     if ranks.exact:
@@ -345,9 +344,7 @@ def _overlapped_passes(
     """Sum the gradients over ranks during the last backward pass. Returns None if another rank ran out of memory."""
     try:
         with overlap.attempt():
-            return _passes(
-                state, batch, parts, lambda done: overlap.last_backward(state, done, device_of(state.optimizer))
-            )
+            return _passes(state, batch, parts, lambda done: overlap.last_backward(state, done, state.device))
     except OtherRankFailed:
         return None
 
@@ -358,7 +355,6 @@ def _passes(
     parts: _Parts,
     last_backward: Callable[[Accumulated], AbstractContextManager[Accumulated]] = nullcontext,
 ) -> Accumulated:
-    """Run the forward and backward passes over the data of this rank."""
     parts.witness.gradients_are_cleared(state.optimizer)
     clear_grads(state.optimizer)
     if parts.keeper is not None:
@@ -383,7 +379,7 @@ def _joint_passes(state: TrainState, batch: StepBatch, parts: _Parts) -> Accumul
         number *= max(1, batch.tokens // max(1, batch.size))
     if ranks.stages is not None:
         done = combine_divided(ranks.stages.train(state, batch, loss_fn, precision, number), number)
-        return combine(done, ranks.sums, device_of(state.optimizer)) if is_sharded(state.model) else done
+        return combine(done, ranks.sums, state.device) if is_sharded(state.model) else done
     if is_sharded(state.model):
         return parts.sharded(state, batch, loss_fn, precision)
     step = state.step + 1
@@ -407,11 +403,11 @@ def _finish(state: TrainState, done: Accumulated, parts: _Parts, *, is_summed: b
     world = ranks.sums
     is_to_sum = world.size > 1 and not ranks.exact and not is_sharded(state.model) and not is_summed
     if ranks.divided:
-        settle_parts(state.optimizer)
+        settle_parts(state.parameters)
     if is_to_sum:
-        fill_missing(state.optimizer, world)
-        done = combine(done, world, device_of(state.optimizer))
-    parameters, grads = collect_grads(state.optimizer, done)
+        fill_missing(state.parameters, world)
+        done = combine(done, world, state.device)
+    parameters, grads = collect_grads(state.parameters, done)
     if ranks.stages is not None:
         ranks.stages.sum_tied(state.model)
     if grads and not is_summed and (state.scaler.scale is not None or done.correction is not None):
@@ -423,7 +419,7 @@ def _finish(state: TrainState, done: Accumulated, parts: _Parts, *, is_summed: b
         parameters = parts.model_order(state.model, parameters)
         grads = [grad for parameter in parameters if (grad := parameter.grad) is not None]
     counted = grads if ranks.stages is None else ranks.stages.counted(state.model, parameters)
-    grad_norm = global_norm(counted) if counted else _zero_norm(state.optimizer)
+    grad_norm = global_norm(counted) if counted else torch.zeros((), device=state.device)
     if ranks.stages is not None:
         grad_norm = ranks.stages.norm_of_all(grad_norm)
     if grads and clip is not no_clip:
@@ -470,28 +466,15 @@ def _unscale(state: TrainState, grads: list[Tensor], done: Accumulated, witness:
         torch._foreach_mul_(grads, done.correction)
 
 
-def device_of(optimizer: Optimizer) -> torch.device:
-    """Return the device of the parameters."""
-    device: torch.device = optimizer.param_groups[0]["params"][0].device
-    return device
-
-
-def _zero_norm(optimizer: Optimizer) -> Tensor:
-    """Return the norm for a step without gradients."""
-    return torch.zeros((), device=device_of(optimizer))
-
-
-def collect_grads(optimizer: Optimizer, done: Accumulated) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the optimizer's parameters that have a gradient, and the gradients.
+def collect_grads(parameters: Sequence[Tensor], done: Accumulated) -> tuple[list[Tensor], list[Tensor]]:
+    """Return those of the optimizer's parameters that have a gradient, and the gradients.
 
     Raises:
         UsageError: No parameter has a gradient though the weight of the loss is not 0, or a gradient is sparse (torch
             cannot compute its norm).
     """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = [p for p in parameters if p.grad is not None]
     grads = [grad for p in parameters if (grad := p.grad) is not None]
-    if len(grads) < len(parameters):
-        parameters = [p for p in parameters if p.grad is not None]
     if not parameters and done.weight != 0:  # a host sync on a GPU, only in this case
         raise UsageError(
             "no parameter of the optimizer got a gradient: the loss does not depend on any of them",
@@ -515,8 +498,8 @@ optimizers may write through ``.data``, which leaves the counters unchanged."""
 class Update:
     """Calls the optimizer. If that runs out of memory, frees memory and calls it once more.
 
-    Moments are created before the first update, when nothing is written yet. Raises OutOfMemoryError; its ``whole`` is
-    True if the state is as it was after the last good step.
+    Moments are created before the first update, when nothing is written yet. Raises OutOfMemoryError. Its ``whole`` is
+    False if the update may have changed a part of the state.
     """
 
     def __init__(self, recovery: Recovery, witness: StepWitness = SILENT) -> None:
@@ -536,15 +519,14 @@ class Update:
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-                device: torch.device = optimizer.param_groups[0]["params"][0].device
-                seen = replace(oom_snapshot(error, state, batch, device), phase="update", module="")
+                seen = replace(oom_snapshot(error, state, batch), phase="update", module="")
             if state.is_divided or not before.is_undone():
                 raise _torn_error(state, seen.error)
             self._witness.memory_ran_out()
             if reports:
                 self._recovery.put_back(state)
             micro = None if reports else max(micro.size for micro in batch.micro)
-            reports += (make_room(seen, batch, micro, state, device),)
+            reports += (make_room(seen, batch, micro, state),)
             if len(reports) > 1:
                 raise _does_not_fit(state, reports)
             for group in optimizer.param_groups:
@@ -591,7 +573,6 @@ class _WriteTracker:
         self._is_counted = all(_writes_counted(part) for part in self._parts)
         self._states = [part.state for part in self._parts]
         self._sizes = self._sizes_now()
-        self._ids, self._num_entries = [*map(id, self._states)], self._num_entries_now()
         self._tensors: list[Tensor] = []
         self._numbers: list[tuple[StateDict, str]] = []
         if self._is_counted:
@@ -601,15 +582,12 @@ class _WriteTracker:
                 self._numbers += [(own, name) for name, value in own.items() if not isinstance(value, Tensor)]
 
     def _sizes_now(self) -> list[list[int]]:
-        return [[len(own) for own in state.values()] for state in self._states if self._is_counted]
-
-    def _num_entries_now(self) -> list[int]:
-        return [sum(map(len, state.values())) for state in self._states if self._is_counted]
+        return [[*map(len, state.values())] for state in self._states if self._is_counted]
 
     def is_of(self, optimizer: Optimizer) -> bool:
         """Return True if the optimizer still has the states listed here. Loading a state dict replaces them."""
-        ids = [id(part.state) for part in parts_of(optimizer)]
-        return ids == self._ids and self._num_entries_now() == self._num_entries
+        states = [part.state for part in parts_of(optimizer)]
+        return [*map(id, states)] == [*map(id, self._states)] and self._sizes_now() == self._sizes
 
     def begin(self) -> None:
         """Set the reference for later writes."""

@@ -38,8 +38,8 @@ def best_fit_decreasing(lengths: Sequence[int], room: int) -> list[list[int]]:
     """Divide items into bins of at most ``room``; return the positions in ``lengths`` of the items of each bin.
 
     No length may exceed ``room``. Items are placed from the longest to the shortest, each into the fullest bin that has
-    room for it. Ties are broken by order: equal items keep their order, and the oldest of equally full bins is filled.
-    So the bins are a function of the lengths. Zero lengths are left out.
+    room for it. Ties are broken by order: equal items keep their order, and of equally full bins the one that became so
+    first is filled. So the bins are a function of the lengths. Zero lengths are left out.
     """
     bins: list[list[int]] = []
     by_room: list[deque[int]] = [deque() for _ in range(room + 1)]  # bins by the length that still fits

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Never, Protocol
+from typing import Never
 
 from torch import Tensor
 
@@ -14,7 +15,7 @@ from trainwright.runs.media import Loggable
 
 
 def widest(value: Tensor) -> Tensor:
-    """Return the value in the widest float type of its device, for sums."""
+    """Return the value as float64, or as float32 on MPS, which has no float64."""
     return value.float() if value.device.type == "mps" else value.double()
 
 
@@ -22,30 +23,17 @@ RESERVED = ("loss", "grad_norm", "lr", "step_s", "wait_s", "skipped")
 """Names that the log uses itself."""
 
 
-class Collector(Protocol):
-    """Receives the figures of ``tw.log``, weighted by ``weight``."""
-
-    weight: float
-
-    def add(self, figures: Mapping[str, float | Tensor]) -> None: ...
-
-    def show(self, name: str, value: Loggable) -> None: ...
+_collector: ContextVar[LoggedMeans | None] = ContextVar("collector of tw.log", default=None)
 
 
-_collector: ContextVar[Collector | None] = ContextVar("collector of tw.log", default=None)
-
-
-class collecting:  # noqa: N801
-    """Context that sends the figures of ``tw.log`` to ``collector``; None drops them."""
-
-    def __init__(self, collector: Collector | None) -> None:
-        self._collector = collector
-
-    def __enter__(self) -> None:
-        self._token = _collector.set(self._collector)
-
-    def __exit__(self, *error: object) -> None:
-        _collector.reset(self._token)
+@contextmanager
+def collecting(collector: LoggedMeans | None) -> Iterator[None]:
+    """Send the figures of ``tw.log`` to ``collector`` within the context; None drops them."""
+    token = _collector.set(collector)
+    try:
+        yield
+    finally:
+        _collector.reset(token)
 
 
 def count_for(samples: float) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trainwright.distributed.memory import free_bytes, give_back
-from trainwright.engine.oom_report import is_out_of_memory
+from trainwright.engine.recover import is_out_of_memory
 from trainwright.recorder.plain_tensors import is_dense, num_bytes
 from trainwright.recorder.program import RecordedStep, constants_of
 from trainwright.replay.replayer import NotReplayable

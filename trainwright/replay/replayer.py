@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from trainwright.checkpoint.isolation import NotIsolated
 from trainwright.checkpoint.reach import ReachableState
 from trainwright.checkpoint.snapshot import LiveObjects, Snapshot, copied
-from trainwright.engine.oom_report import is_out_of_memory
+from trainwright.engine.recover import is_out_of_memory
 from trainwright.optim.clip import make_clip
 from trainwright.recorder.graph import leaves_of
 from trainwright.recorder.program import (

@@ -25,7 +25,7 @@ from trainwright.checkpoint.spikes import SpikeDetector
 from trainwright.doctor.check import Check
 from trainwright.doctor.measure import LISTENERS, LIVE_LOOP_LISTENERS
 from trainwright.doctor.measure.loss_calls import LossListener
-from trainwright.engine.oom_report import is_out_of_memory
+from trainwright.engine.recover import is_out_of_memory
 from trainwright.engine.spikes import OnSpike
 from trainwright.errors import OutOfMemoryError, TrainwrightError
 from trainwright.recorder.calls import parts_of
