@@ -9,7 +9,7 @@ import pytest
 
 from trainwright.runs.printing import figure
 from trainwright.runs.records import Ended, Evaluated, RunVerdict
-from trainwright.training.result import Ending, closing
+from trainwright.training.result import closing
 
 VERDICT = RunVerdict(word="no finding", sentence="finished without a finding: training loss 3.000 -> 1.500")
 ENDED = Ended(
@@ -24,13 +24,15 @@ ENDED = Ended(
     verdict=VERDICT,
 )
 SEEN = Evaluated(time_s=0.0, step=100, loss=1.4, weight=10.0, metrics={"accuracy": 0.5}, seconds=1.0)
-FINISHED = Ending(
-    ENDED, Path("runs/x"), SEEN, saved=True, again="trainwright resume runs/x", longer="--set until=200steps"
-)
+
+
+def lines_of(ended: Ended) -> list[str]:
+    again, longer = "trainwright resume runs/x", "--set until=200steps"
+    return closing(ended, Path("runs/x"), SEEN, saved=True, again=again, longer=longer)
 
 
 def test_a_run_that_finished() -> None:
-    assert closing(FINISHED) == [
+    assert lines_of(ENDED) == [
         "verdict: finished without a finding: training loss 3.000 -> 1.500",
         "run      runs/x",
         "reached  step 100, training loss of the last step 1.500, validation loss 1.400, accuracy 0.5",
@@ -39,7 +41,7 @@ def test_a_run_that_finished() -> None:
 
 
 def test_a_stopped_run_goes_on() -> None:
-    lines = closing(replace(FINISHED, ended=replace(ENDED, ending="stopped", reason="SIGTERM")))
+    lines = lines_of(replace(ENDED, ending="stopped", reason="SIGTERM"))
     assert lines[-1] == "next     trainwright resume runs/x   # continues from the newest checkpoint"
 
 

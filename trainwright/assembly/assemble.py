@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import chain
@@ -21,7 +20,7 @@ from torch.optim import Optimizer
 from trainwright.assembly.adapters import add_adapters
 from trainwright.assembly.checkpointing import checkpointing_as_requested, find_blocks
 from trainwright.assembly.linear_layers import convert_linear_layers, note_of
-from trainwright.assembly.retain_grad import retain_grad_problems
+from trainwright.assembly.retain_grad import remedy_for_glob, retain_grad_problems
 from trainwright.checkpoint.average import Ema, NoAverage, Swa, WeightAverage
 from trainwright.checkpoint.cursor import Cursor, count_tokens
 from trainwright.checkpoint.optimizer_modes import names_with_modes, use_training_weights, with_modes
@@ -54,7 +53,7 @@ from trainwright.plan.checkpointing import Checkpointing, describe
 from trainwright.plan.duration import Pace, interval
 from trainwright.plan.machine import Machine, read_machine
 from trainwright.plan.make import Note, Plan, RunFacts, require_fp8
-from trainwright.recipe import DATASETS, LOSSES, MODELS, OPTIMIZERS, SCHEDULES, Dataset, Duration, Loaded, Recipe
+from trainwright.recipe import DATASETS, LOSSES, MODELS, OPTIMIZERS, SCHEDULES, Dataset, Loaded, Recipe
 from trainwright.recipe.resolve import find, is_live, make, parameters_of, require_arguments
 from trainwright.recipe.schema import DEFAULT_BATCH_SIZE, Evaluation, Fp8
 from trainwright.recipe.source import Source
@@ -371,7 +370,8 @@ def build_schedule(parts: Parts, loaded: Loaded, plan: Plan, optimizer: Optimize
             return unchanged
         if ask.use in SCHEDULES:
             return make_schedule(ask.use, **shared, args=ask.args)
-        every = _steps_between(ask.every, plan)
+        pace = Pace(plan.batch.size, plan.steps_per_epoch)
+        every = interval(ask.every, plan.extent, pace, "schedule.every").steps or 1
         if parts.custom.schedule is not None:
             schedule = convert_schedule(parts.custom.schedule, optimizer, every)
             if isinstance(schedule, SteppedSchedule) and plan.extent.steps is not None:
@@ -397,11 +397,6 @@ def find_schedule(loaded: Loaded) -> Callable[..., Any]:
         given = dict.fromkeys(("total", "warmup", "floor"))
         require_arguments(named, {**given, **ask.args}, ask.use, "schedule", source)
     return named
-
-
-def _steps_between(every: Duration, plan: Plan) -> int:
-    pace = Pace(plan.batch.size, plan.steps_per_epoch)
-    return interval(every, plan.extent, pace, "schedule.every").steps or 1
 
 
 def draws_as_a_loop(parts: Parts, plan: Plan, *, exact: bool) -> bool:
@@ -462,11 +457,10 @@ def training_batches(parts: Parts, loading: Loading, cursor: Cursor, say: Say = 
 
 def validation_sets(parts: Parts, ask: Evaluation, loading: Loading) -> dict[str, EvaluationBatches]:
     """Return the batches of each validation set by name, read in this process."""
-    return {name: validation_batches(parts, val, ask, loading) for name, val in parts.val_sets.items()}
+    return {name: _validation_batches(parts, val, ask, loading) for name, val in parts.val_sets.items()}
 
 
-def validation_batches(parts: Parts, val: Unwrapped, ask: Evaluation, loading: Loading) -> EvaluationBatches:
-    """Return the batches of one validation set, read in this process."""
+def _validation_batches(parts: Parts, val: Unwrapped, ask: Evaluation, loading: Loading) -> EvaluationBatches:
     size = _evaluation_size(parts, val, ask, loading)
     how = replace(
         loading,
@@ -645,13 +639,9 @@ def unmatched_patterns(model: nn.Module, patterns: Sequence[str]) -> Iterator[Pr
     """Yield the problems of patterns of ``model.freeze`` that match no parameter name."""
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     for number, pattern in enumerate(patterns):
-        if any(fnmatchcase(name, pattern) for name in names):
-            continue
-        close = get_close_matches(pattern[:100], names, n=1, cutoff=0.3)
-        remedy = f"names are, for instance: {', '.join(names[:6])}"
-        if close:
-            remedy = f"patterns are globs such as 'blocks.0.*'; the nearest name is {close[0]!r}"
-        yield Problem(f"model.freeze.{number}", f"freeze: no parameter is named like {pattern!r}", remedy=remedy)
+        if not any(fnmatchcase(name, pattern) for name in names):
+            rule = f"freeze: no parameter is named like {pattern!r}"
+            yield Problem(f"model.freeze.{number}", rule, remedy=remedy_for_glob(pattern, names))
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:

@@ -37,40 +37,27 @@ class ChosenLayers:
             yield f"{why}: {shown}"
 
 
-def choose_linear_layers(
-    model: nn.Module, patterns: Sequence[str], *, key: str, multiples: tuple[int, int]
-) -> ChosenLayers:
-    """Choose the ``nn.Linear`` layers that match a pattern, and without patterns all but the first and the last.
-
-    Args:
-        model: The model; it is not changed.
-        patterns: Names of layers, with wildcards.
-        key: The recipe key of the patterns, for messages.
-        multiples: Required divisors of ``in_features`` and ``out_features``.
-
-    Raises:
-        UsageError: A pattern matches no linear layer, or no layer is left.
-    """
+def _choose_linear_layers(model: nn.Module, patterns: Sequence[str], multiple: int) -> ChosenLayers:
     layers = {name: layer for name, layer in model.named_modules() if type(layer) is nn.Linear}
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in layers):
-            raise UsageError(f"{key}: {pattern!r} matches no linear layer", remedy=suggest(pattern, list(layers)))
+            raise UsageError(f"fp8.layers: {pattern!r} matches no linear layer", remedy=suggest(pattern, layers))
     left_out: dict[str, list[str]] = defaultdict(list)
     chosen = []
     for number, (name, layer) in enumerate(layers.items()):
         if patterns and not any(fnmatchcase(name, pattern) for pattern in patterns):
-            left_out[f"not named by {key}"].append(name)
+            left_out["not named by fp8.layers"].append(name)
         elif not patterns and number in (0, len(layers) - 1):
             left_out["the first and the last layer"].append(name)
-        elif layer.in_features % multiples[0] or layer.out_features % multiples[1]:
-            left_out[f"dimensions that are no multiples of {max(multiples)}"].append(name)
+        elif layer.in_features % multiple or layer.out_features % multiple:
+            left_out[f"dimensions that are no multiples of {multiple}"].append(name)
         else:
             chosen.append(name)
     found = ChosenLayers(tuple(chosen), {why: tuple(names) for why, names in left_out.items()})
     if not chosen:
         raise UsageError(
-            f"{key} leaves no layer: {'; '.join(found.reasons()) or 'the model has no nn.Linear'}",
-            remedy=f"name layers of other sizes by {key}, or leave it out",
+            f"fp8.layers leaves no layer: {'; '.join(found.reasons()) or 'the model has no nn.Linear'}",
+            remedy="name layers of other sizes by fp8.layers, or leave it out",
         )
     return found
 
@@ -94,8 +81,7 @@ def convert_linear_layers(model: nn.Module, precision: Literal["fp8", "mxfp8"], 
         UsageError: A pattern matches no linear layer, or no layer is left to convert.
         MissingExtra: torchao is not installed.
     """
-    multiples = (BLOCK_SIZE[precision], BLOCK_SIZE[precision])
-    found = choose_linear_layers(model, settings.layers, key="fp8.layers", multiples=multiples)
+    found = _choose_linear_layers(model, settings.layers, BLOCK_SIZE[precision])
     needed_for = f"precision {precision}"
     if precision == "fp8":
         _convert_fp8(model, frozenset(found.chosen), settings, needed_for)

@@ -31,11 +31,8 @@ def retain_grad_problems(model: nn.Module, recipe: Recipe) -> Iterator[Problem]:
     for number, pattern in enumerate(patterns):
         if retained_modules(model, [pattern]):
             continue
-        close = get_close_matches(pattern[:100], names, n=1, cutoff=0.3)
-        remedy = f"names are, for instance: {', '.join(names[:6])}"
-        if close:
-            remedy = f"patterns are globs such as 'blocks.3.*'; the nearest name is {close[0]!r}"
-        yield Problem(f"{path}.{number}", f"retain_grad: no module is named like {pattern!r}", remedy=remedy)
+        rule = f"retain_grad: no module is named like {pattern!r}"
+        yield Problem(f"{path}.{number}", rule, remedy=remedy_for_glob(pattern, names))
     count = len(retained_modules(model, patterns))
     if count > MAX_MODULES:
         rule = f"retain_grad matches {count:,} modules; at most {MAX_MODULES} are recorded"
@@ -46,6 +43,13 @@ def retain_grad_problems(model: nn.Module, recipe: Recipe) -> Iterator[Problem]:
     if patterns and recipe.parallel.pipeline not in (None, 1):
         rule = "retain_grad does not work with pipeline stages, each of which has other modules"
         yield Problem(path, rule, remedy="use parallel.pipeline: 1, or leave retain_grad out")
+
+
+def remedy_for_glob(pattern: str, names: Sequence[str]) -> str:
+    """Return the remedy for a glob pattern that matches none of the names of a model."""
+    if close := get_close_matches(pattern[:100], names, n=1, cutoff=0.3):
+        return f"patterns are globs such as 'blocks.3.*'; the nearest name is {close[0]!r}"
+    return f"names are, for instance: {', '.join(names[:6])}"
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from inspect import signature
 from types import MethodType
 from typing import Any
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 from trainwright.checkpoint.rng import preserved_rng
 from trainwright.checkpoint.weights import fill_zeros
-from trainwright.distributed.split_plan import names_like
+from trainwright.distributed.split_plan import StagePlan, names_like
 from trainwright.errors import UsageError, text_of
 from trainwright.recipe.schema import StageStyle
 
@@ -39,20 +38,6 @@ MAX_RELATIVE_DIFFERENCE = 1e-5
 """Maximum difference of the stages from the full model, relative to the largest output. Only rounding may differ."""
 _EXAMPLE_TABLE = "parallel.stages: {embed: first, 'layers.*': block, norm: last, head: last}"
 _SHARD_REMEDY = "or use parallel.shard, which divides any model"
-
-
-@dataclass(frozen=True)
-class StagePlan:
-    """Names of the modules on the first stage, of the blocks in order (divided among stages), and on the last stage."""
-
-    first: tuple[str, ...]
-    blocks: tuple[str, ...]
-    last: tuple[str, ...]
-
-    def elsewhere(self, blocks: Collection[int], *, is_first: bool, is_last: bool) -> list[str]:
-        """Return the modules that a stage with these blocks does not have."""
-        absent = [name for index, name in enumerate(self.blocks) if index not in blocks]
-        return [*(() if is_first else self.first), *absent, *(() if is_last else self.last)]
 
 
 def stage_plan(model: nn.Module, requested: Mapping[str, StageStyle]) -> StagePlan | None:

@@ -7,9 +7,10 @@ A plan is a table from patterns of module names to styles. A built-in model has 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
@@ -84,18 +85,21 @@ def names_like(pattern: str, model: nn.Module, requested_at: str | None = None) 
     return matched
 
 
-class StageNames(Protocol):
-    """Names of the modules of the first stage, of the blocks, and of the modules of the last stage."""
+@dataclass(frozen=True)
+class StagePlan:
+    """Names of the modules on the first stage, of the blocks in order (divided among stages), and on the last stage."""
 
-    @property
-    def first(self) -> Sequence[str]: ...
-    @property
-    def blocks(self) -> Sequence[str]: ...
-    @property
-    def last(self) -> Sequence[str]: ...
+    first: tuple[str, ...]
+    blocks: tuple[str, ...]
+    last: tuple[str, ...]
+
+    def elsewhere(self, blocks: Collection[int], *, is_first: bool, is_last: bool) -> list[str]:
+        """Return the modules that a stage with these blocks does not have."""
+        absent = [name for index, name in enumerate(self.blocks) if index not in blocks]
+        return [*(() if is_first else self.first), *absent, *(() if is_last else self.last)]
 
 
-def model_shape(model: nn.Module, plan: SplitPlan, table: StageNames | None = None) -> ModelShape:
+def model_shape(model: nn.Module, plan: SplitPlan, table: StagePlan | None = None) -> ModelShape:
     """Return the properties of a model that limit its layout. The model may be on the meta device.
 
     ``table`` names the parts of a model that does not define its stages itself.
@@ -149,7 +153,6 @@ def _part_of(owner: str, first: Sequence[str], blocks: Sequence[str], last: Sequ
 
 
 def _own_plan(model: nn.Module) -> Mapping[str, TensorStyle]:
-    """Return the plan of the class, or of ``transformers``."""
     if declared := getattr(model, "tensor_plan", None):
         own: Mapping[str, TensorStyle] = declared
         return own

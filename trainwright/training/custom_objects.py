@@ -43,12 +43,6 @@ def no_loss(model: nn.Module, batch: Batch) -> Loss:  # noqa: ARG001 - see ``tak
     )
 
 
-def require_no_loss_needed(recipe: Recipe) -> None:
-    """Raise UsageError if a run without a loss has a validation set."""
-    if recipe.data.val is not None:
-        no_loss(nn.Module(), None)
-
-
 def require_loss(parts: Parts | None, verb: str) -> None:
     """Raise UsageError for a run with a custom step and no loss."""
     if parts is not None and parts.loss is no_loss:
@@ -86,14 +80,9 @@ def require_custom_step_fits(loaded: Loaded, ranks: int) -> None:
 
 def without_dry_run(plan: Plan, recipe: Recipe) -> Plan:
     """Return the plan of a custom step. It has no dry run, because the step updates the weights."""
-    return replace(plan, precision="tf32" if recipe.precision == "tf32" else "fp32", notes=(*plan.notes, *_notes()))
-
-
-def _notes() -> Iterator[Note]:
-    yield Note(
-        "dry run", "none", "a custom step updates the weights, so it has no dry run: no times, no memory, no first loss"
-    )
-    yield Note("precision", "fp32", "a custom step opens torch.autocast itself")
+    why = "a custom step updates the weights, so it has no dry run: no times, no memory, no first loss"
+    notes = (Note("dry run", "none", why), Note("precision", "fp32", "a custom step opens torch.autocast itself"))
+    return replace(plan, precision="tf32" if recipe.precision == "tf32" else "fp32", notes=(*plan.notes, *notes))
 
 
 CROSS_ENTROPIES = ("cross_entropy", "language_model", "hf_causal_lm")
@@ -259,13 +248,6 @@ def _schedule_notes(plan: Plan, recipe: Recipe, schedule: ScheduleFn | SteppedSc
     elif isinstance(schedule, SteppedSchedule):
         metric = recipe.checkpoint.best or "loss"
         yield Note("schedule", f"{schedule.name}, by {metric} of the validation", "stepped after each evaluation")
-
-
-def measured_state(offload: bool | str | None, measured: int | None) -> dict[str, int]:
-    """Return the measured device memory of the optimizer state in bytes; empty if not measured, or if offloaded."""
-    if measured is None or offload is True:
-        return {}
-    return {"optimizer": measured}
 
 
 def memory_note(optimizer: str, measured: int | None) -> Iterator[Note]:

@@ -29,7 +29,7 @@ def try_batch(
     loss: Callable[..., Loss | Tensor],
     precision_of: Callable[[PrecisionName], Precision],
     facts: RunFacts,
-    asked: str | None,
+    requested: str | None,
     world: World,
 ) -> DryRun:
     """Run ``batch`` in each candidate mode (precision and number of threads) and return the measurements.
@@ -43,10 +43,10 @@ def try_batch(
         loss: The loss function.
         precision_of: Makes the precision of a name on the device of this rank.
         facts: Facts about model, data and machine that the plan is made from.
-        asked: The precision in the recipe; None if it is not set.
+        requested: The precision in the recipe; None if it is not set.
         world: The ranks that compute together.
     """
-    names = candidates(asked, facts.device, facts.low_precision)
+    names = candidates(requested, facts.device, facts.low_precision)
     if rlimits():  # oneDNN compiles bf16 code for each shape and kills the process if it cannot allocate memory for it
         names = names[:1]
     tried = [(names[0], count) for count in facts.threads]
@@ -57,7 +57,7 @@ def try_batch(
         return dry_run(state, batch, loss, modes=made, world=world)
 
     seen = run(from_first_rank(world, tried))
-    chosen = from_first_rank(world, choose_mode(asked, facts, seen.seconds, seen.thread_s))
+    chosen = from_first_rank(world, choose_mode(requested, facts, seen.seconds, seen.thread_s))
     if chosen in seen.seconds:
         return seen
     return replace(seen, seconds={**seen.seconds, **run([chosen]).seconds})

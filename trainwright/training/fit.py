@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -42,7 +42,7 @@ from trainwright.training.arguments import (
     seeded,
     split_metrics,
 )
-from trainwright.training.custom_objects import no_loss, require_no_loss_needed
+from trainwright.training.custom_objects import no_loss
 from trainwright.training.options import (
     FitOptions,
     MetricsLike,
@@ -77,6 +77,7 @@ SHORT_NAMES = {
     "name": "name",
 }
 """Maps arguments of ``fit`` to the recipe key that each sets."""
+FIT_OPTIONS = (*RunOptions.__annotations__, "steps")
 
 
 class FitObjects(NamedTuple):
@@ -201,34 +202,12 @@ def fit(
         RecipeError: As UsageError, for a recipe key.
         KeyboardInterrupt: After Ctrl-C, once the run is saved, unless ``on_interrupt`` is ``"return"``.
     """
+    passed = locals()
     require_choice("on_interrupt", on_interrupt, ("raise", "return"))
     earlier = resume.run if isinstance(resume, Result) else resume
     if isinstance(earlier, bool):
         raise UsageError(f"fit: resume is {earlier}", remedy="name the run: resume='runs/my-run', or pass its result")
-    options: FitOptions = {
-        "advance": advance,
-        "val": val,
-        "until": until,
-        "epochs": epochs,
-        "steps": steps,
-        "lr": lr,
-        "batch": batch,
-        "accumulation": accumulation,
-        "optimizer": optimizer,
-        "schedule": schedule,
-        "warmup": warmup,
-        "clip": clip,
-        "precision": precision,
-        "device": device,
-        "seed": seed,
-        "preset": preset,
-        "name": name,
-        "settings": settings,
-        "metrics": metrics,
-        "observers": observers,
-        "restore_best": restore_best,
-        "retain_grad": retain_grad,
-    }
+    options = cast("FitOptions", {key: passed[key] for key in FIT_OPTIONS})
     loaded, parts = fit_objects(model, data, loss, options)
     result = train(
         loaded,
@@ -257,7 +236,7 @@ def fit_objects(
 
     Raises UsageError or RecipeError as ``tw.fit`` does.
     """
-    require_known("fit", options, [*RunOptions.__annotations__, "steps"])
+    require_known("fit", options, FIT_OPTIONS)
     if isinstance(model, Path) or (isinstance(model, str) and ":" not in model):
         if data is None:
             raise UsageError(
@@ -305,10 +284,9 @@ def _fit_objects(
         "device": None if device is None else str(device),
     }
     by_path = {path: asked[key] for key, path in SHORT_NAMES.items() if asked.get(key) is not None}
-    whole = data
-    data, val = _split(data, options.get("val"))
+    train, val = _split(data, options.get("val"))
     take = partial(_unwrapped, model, judge)
-    train_data = take(data, "data")
+    train_data = take(train, "data")
     sets = {name: take(each, f"val[{name!r}]" if name else "val") for name, each in _by_name(val).items()}
     _require_usable(train_data, sets.values(), batch)
     overrides = _overrides({} if settings is None else settings, by_path, objects)
@@ -324,8 +302,8 @@ def _fit_objects(
     if named_observers:
         overrides.append(("observers", named_observers))
     loaded = from_mapping(recipe, overrides=[*overrides, *more], name="tw.fit")
-    if judge is no_loss:
-        require_no_loss_needed(loaded.recipe)
+    if judge is no_loss and sets:
+        no_loss(model, None)
     with at_recipe(loaded.source, "data.packing"):
         train_data = with_packing(train_data, loaded.recipe.data.packing)
         sets = {name: with_packing(each, loaded.recipe.data.packing) for name, each in sets.items()}
@@ -340,7 +318,7 @@ def _fit_objects(
         generators=None if is_seeded else generators,
         rebuild=rebuild._replace(is_seeded=is_seeded)._asdict(),
     )
-    notes = (*_unused_splits(whole, data, val), *_unused_notes(train_data, next(iter(sets.values()), None)))
+    notes = (*_unused_splits(data, train, val), *_unused_notes(train_data, next(iter(sets.values()), None)))
     parts = Parts(model, train_data, val_sets, no_loss if isinstance(judge, str) else judge, notes, custom=custom)
     if not isinstance(judge, str):
         return FitObjects(loaded, parts)
@@ -386,10 +364,10 @@ def _split(data: object, val: object) -> tuple[object, object]:
     return data["train"], named if val is None else val
 
 
-def _unused_splits(whole: object, data: object, val: object) -> Iterator[Note]:
+def _unused_splits(data: object, train: object, val: object) -> Iterator[Note]:
     """Yield a note on each split of a dict of datasets that is neither trained nor evaluated on."""
-    used = [data, val, *(val.values() if isinstance(val, Mapping) else ())]
-    for name, split in whole.items() if isinstance(whole, Mapping) and data is not whole else ():
+    used = [train, val, *(val.values() if isinstance(val, Mapping) else ())]
+    for name, split in data.items() if isinstance(data, Mapping) and train is not data else ():
         if not any(split is each for each in used):
             yield Note("not used", f"the split {name!r}", f"to evaluate on it, pass it as val=data[{name!r}]")
 
@@ -410,7 +388,6 @@ def _require_usable(train: Unwrapped, sets: Iterable[Unwrapped], batch: int | No
 
 
 def _unused_notes(train: Unwrapped, val: Unwrapped | None) -> Iterator[Note]:
-    """Yield notes on DataLoader arguments that have no effect."""
     for name, why in train.not_used.items():
         yield Note("not used", f"{name} of the DataLoader", why)
     if val is not None and val.workers:
@@ -420,7 +397,6 @@ def _unused_notes(train: Unwrapped, val: Unwrapped | None) -> Iterator[Note]:
 
 
 def _until(until: str | None, epochs: float | None, steps: int | None) -> str | None:
-    """Return the length of the run as a recipe duration."""
     lengths = {"until": until, "epochs": epochs, "steps": steps}
     named = [name for name, value in lengths.items() if value is not None]
     if len(named) > 1:

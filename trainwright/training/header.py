@@ -258,7 +258,6 @@ _MOMENTUM_KEYS = ("momentum", "nesterov")
 
 
 def _described(optimizer: Optimizer) -> str:
-    """Return class, momentum and weight decay of an optimizer, from its groups."""
     parts, groups = [type(optimizer).__name__], optimizer.param_groups
     if momentum := {float(group["momentum"]) for group in groups if group.get("momentum")}:
         nesterov = "Nesterov momentum" if any(group.get("nesterov") for group in groups) else "momentum"

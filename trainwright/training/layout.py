@@ -22,8 +22,8 @@ from trainwright.distributed import RankMesh, choose_device
 from trainwright.distributed.split_plan import SplitPlan, model_shape, split_plan
 from trainwright.engine.evaluate import evaluating
 from trainwright.engine.loss import Batch, Loss, LossFn, as_loss_fn, loss_of_part
-from trainwright.engine.oom_report import is_out_of_memory
 from trainwright.engine.rank_layout import RankLayout
+from trainwright.engine.recover import is_out_of_memory
 from trainwright.engine.stage_passes import PipelineStages, StagedPasses, inputs_of
 from trainwright.engine.synced_norms import LOCAL_STATISTICS, SyncedNorms
 from trainwright.engine.token_batch import ROW_LENGTHS
@@ -115,7 +115,6 @@ def lay_out(parts: Parts, loaded: Loaded, mesh: RankMesh, device: torch.device) 
 
 
 def _exchange_notes(model: nn.Module, loss: object, ask: Parallel, mesh: RankMesh) -> Iterator[Note]:
-    """Yield a note if BatchNorms are synchronized."""
     if ask.sync_batchnorm and mesh.sums.size > 1:
         number = len(SyncedNorms.of((model, loss), mesh.sums).norms)
         why = f"statistics of the samples of all {mesh.sums.size} ranks" if number else "the model has no BatchNorm"
@@ -254,31 +253,25 @@ def evaluation_loss(
 ) -> Callable[..., Loss | Tensor]:
     """Return the loss for evaluations. It runs all stages of a pipeline.
 
-    Ranks that share sequences cannot retry an evaluation with fewer samples after an out-of-memory error.
+    Ranks that share sequences or layers cannot retry an evaluation with fewer samples after an out-of-memory error.
     """
-    loss_fn = as_loss_fn(loss)
-    if mesh.degrees.context > 1:
-        return partial(_together, loss_fn)
-    if stages is None:
+    if mesh.degrees.context == 1 and stages is None:
         return loss
+    loss_fn = as_loss_fn(loss)
 
-    def through_stages(model: nn.Module, batch: Batch) -> Loss:  # noqa: ARG001 - see ``takes_model``
-        return stages.evaluate(batch, loss_fn)
+    def together(model: nn.Module, batch: Batch) -> Loss | Tensor:
+        try:
+            return loss_fn(model, batch) if stages is None else stages.evaluate(batch, loss_fn)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        raise OutOfMemoryError(
+            "out of memory in the evaluation, and a rank that computes it with others cannot retry alone",
+            whole=False,
+            remedy="evaluate fewer samples at a time (evaluation.batch), or on devices with more memory",
+        )
 
-    return through_stages
-
-
-def _together(loss_fn: LossFn, model: nn.Module, batch: Batch) -> Loss | Tensor:
-    try:
-        return loss_fn(model, batch)
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-    raise OutOfMemoryError(
-        "out of memory in the evaluation, and a rank that shares sequences with others cannot retry alone",
-        whole=False,
-        remedy="evaluate fewer samples at a time (evaluation.batch), or on devices with more memory",
-    )
+    return together
 
 
 def _model_on_meta(loaded: Loaded) -> nn.Module | None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
 from trainwright.assembly.assemble import build_loading, validation_sets
 from trainwright.assembly.retain_grad import retained_modules
@@ -23,6 +24,7 @@ from trainwright.checkpoint.shards import is_divided
 from trainwright.checkpoint.store import Retention
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.data.loading import EvaluationBatches
+from trainwright.data.ready_batches import ReadyBatches
 from trainwright.data.unwrap import Unwrapped
 from trainwright.distributed import Launch, World
 from trainwright.distributed.device import device_name
@@ -31,6 +33,7 @@ from trainwright.engine.average_norms import measure_norms_of
 from trainwright.engine.evaluate import EvaluationResult
 from trainwright.engine.graphs import StepGraphs
 from trainwright.engine.loop import NEVER, ByTheClock, Outcome, Saver, Until
+from trainwright.engine.loss import measures_progress, takes_model
 from trainwright.engine.observer import Observer
 from trainwright.engine.peers import Peers
 from trainwright.engine.step import StepFn, StepResult
@@ -54,22 +57,27 @@ from trainwright.monitoring.samples import TextSamples
 from trainwright.monitoring.saving import MIN_FRACTION_SAVE_INTERVAL_S, PartSaving, SavePolicy, Saving, SavingTogether
 from trainwright.monitoring.signals import Signals
 from trainwright.monitoring.sinks import sink_factories
-from trainwright.monitoring.step_log import LogWindow
+from trainwright.monitoring.step_log import LogWindow, StepLog
 from trainwright.optim.clip import summed_over_parts
 from trainwright.optim.stepped_schedule import SteppedSchedule
 from trainwright.plan.duration import Interval
 from trainwright.plan.explain import describe_corrected_end
 from trainwright.plan.machine import read_machine
-from trainwright.plan.run_time import EvaluationCost, predicted_seconds, training_time_s
+from trainwright.plan.run_time import EvaluationCost, ReadingPace, predicted_seconds, training_time_s
+from trainwright.recipe.catalog import LOSSES
 from trainwright.recipe.grid import grams_per_kwh
 from trainwright.recorder.engine_source import EngineLoader, ReportedBatches
+from trainwright.report.pages.log import IncrementalLog
+from trainwright.report.verdict import VerdictFacts, evaluations_in, judge
 from trainwright.runs.folder import RunFolder
 from trainwright.runs.lock import NoLock, RunLock
 from trainwright.runs.reader import UNUSED, Usage
 from trainwright.runs.records import (
     Ended,
+    Evaluated,
     Found,
     Layers,
+    Logged,
     NotCaptured,
     OutputGrads,
     Record,
@@ -90,7 +98,6 @@ from trainwright.training.job import (
 from trainwright.training.layout import evaluation_loss
 from trainwright.training.resume import resume_command
 from trainwright.training.run_metadata import folder_guard, run_metadata
-from trainwright.training.run_verdict import is_saved, verdict_on
 from trainwright.version import __version__
 from trainwright.watching.budget import predicted_end_s, predicted_s
 
@@ -102,6 +109,11 @@ Extra = Callable[[Job, RunFolder, Progress], Observer]
 """Makes a further observer of a run after everything else of it is built."""
 HANG_TIMEOUT_FRACTION = 0.8
 """Fraction of the collective timeout after which a rank is reported as hanging, so the report precedes the timeout."""
+
+MIN_WAIT_FRACTION = 0.3
+"""Minimum fraction of the time for waiting for data to be mentioned."""
+MIN_WAIT_S = 1e-3
+"""Minimum mean wait to be mentioned. A worker needs about this time to pass a batch."""
 
 
 @dataclass(frozen=True)
@@ -245,8 +257,8 @@ def _open_on_first(job: Job, place: HeldFolder, process: Process, extras: Sequen
             measured = spent.measured()
             return None if measured is None else seconds_left(job, measured, state, until, saver.last_s)
 
-        def judge(ended: Ended) -> RunVerdict:
-            return verdict_on(
+        def verdict(ended: Ended) -> RunVerdict:
+            return _verdict_on(
                 job,
                 folder,
                 ended,
@@ -256,7 +268,7 @@ def _open_on_first(job: Job, place: HeldFolder, process: Process, extras: Sequen
                 saved=ended.ending == "failed" or is_saved(saver.last, ended.step),
             )
 
-        progress.left_s, logbook.judge = left_s, judge
+        progress.left_s, logbook.judge = left_s, verdict
         further = [make(job, folder, progress) for make in extras]  # before hooks: an extra may run the model
         steps = _instrumented(job, doctor, logbook)
         for each in job.built.observers:
@@ -359,7 +371,6 @@ def make_ranks_observer(
 
 
 def _peers(job: Job) -> Peers:
-    """Return the object that replays passes of other ranks."""
     world = job.mesh.sums
     assert isinstance(world, Ranks)
     name = device_name(job.device, read_machine())
@@ -496,7 +507,6 @@ def _in_course(job: Job, whole: EvaluationBatches) -> ValidationSet:
 
 
 def _reported(each: ValidationSet, source: Unwrapped | None) -> ValidationSet:
-    """Wrap both batch sequences of a validation set in one loader object."""
     loader = EngineLoader(None if source is None else source.origin)
     part = ReportedBatches(loader, each.in_course)  # if both are one object, keep that: the end is evaluated once
     return ValidationSet(
@@ -634,3 +644,58 @@ class Heartbeat:
 
     def close(self) -> None:
         """Do nothing: the code that took the lock releases it."""
+
+
+def is_saved(newest: Path | None, step: int) -> bool:
+    """Return True if the newest checkpoint is of this step."""
+    return newest is not None and newest.name == f"step-{step:08d}"
+
+
+def _verdict_on(
+    job: Job, folder: RunFolder, ended: Ended, log: StepLog, *, findings: Sequence[Found], examined: bool, saved: bool
+) -> RunVerdict:
+    """Return the verdict on a run from its full log, including earlier processes."""
+    course = IncrementalLog(folder.log)
+    course.advance()
+    return judge(
+        VerdictFacts(
+            state=ended.ending,
+            reason=ended.reason,
+            step=ended.step,
+            planned_steps=job.plan.extent.steps,
+            losses=course.losses,
+            is_one_objective=_is_one_objective(job),
+            chance=job.plan.predicted.expected_loss,
+            evaluations=evaluations_in(course.notes(Evaluated, Logged)),
+            findings=findings,
+            data_warnings=[each.name for audit in job.supervision for each in audit.warnings],
+            skipped=ended.skipped,
+            examined=examined,
+            saved=saved,
+            troubles=tuple(_troubles(job, log)),
+            references=job.marks,
+        )
+    )
+
+
+def _is_one_objective(job: Job) -> bool:
+    """Return True if the training loss compares model outputs with fixed samples.
+
+    A custom step may train several models against each other. A stream may be generated by the model, and a loss that
+    receives the model may generate data too, such as episodes of a policy.
+    """
+    is_stream = isinstance(job.parts.train.dataset, IterableDataset | ReadyBatches)
+    has_targets = job.recipe.loss.use in LOSSES or not takes_model(job.parts.loss)
+    return job.parts.custom.advance is None and not is_stream and has_targets and measures_progress(job.parts.loss)
+
+
+def _troubles(job: Job, log: StepLog) -> Iterator[str]:
+    if log.wait_fraction > MIN_WAIT_FRACTION and log.wait_s > MIN_WAIT_S:
+        yield f"{log.wait_fraction:.0%} of the time went into waiting for data ({_reads_faster(job, log)})"
+
+
+def _reads_faster(job: Job, log: StepLog) -> str:
+    """Return advice on waiting for data, from measurements of this run."""
+    if isinstance(job.parts.train.dataset, ReadyBatches):
+        return "time a loop over the loader alone, with num_workers=0 and with more"
+    return ReadingPace(job.recipe.data.workers, log.wait_s, log.read_s).advice()

@@ -42,7 +42,7 @@ from trainwright.checkpoint.rng import seed_all, set_deterministic
 from trainwright.checkpoint.shards import locals_of
 from trainwright.checkpoint.spikes import SpikeDetector
 from trainwright.checkpoint.train_state import TrainState
-from trainwright.data.loading import Loading
+from trainwright.data.loading import Loading, StepBatches
 from trainwright.data.unwrap import with_epoch_counted
 from trainwright.distributed import ALONE, SOLO, Launch, RankMesh, World, choose_device, make_mesh, usable_threads
 from trainwright.distributed.group import from_first_rank
@@ -80,7 +80,7 @@ from trainwright.recipe.duration import BUDGETS
 from trainwright.recipe.resolve import is_live, parameters_of
 from trainwright.runs.reader import UNUSED, Usage
 from trainwright.training.budget import within_budget
-from trainwright.training.custom_objects import Live, build_live, measured_state, memory_note, without_dry_run
+from trainwright.training.custom_objects import Live, build_live, memory_note, without_dry_run
 from trainwright.training.first_batch import time_workers, try_batch
 from trainwright.training.header import run_header
 from trainwright.training.job import Hardware, Job, Measurements, is_watched, until_of
@@ -99,15 +99,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Request:
-    """The request for a run, as its caller passes it.
-
-    Attributes:
-        parts: Live objects that replace the objects named by the recipe.
-        earlier: The earlier part of a resumed run.
-        world: All ranks.
-        launch: How this process was started.
-        say: Receives messages about the data, also later during training.
-    """
+    """The arguments of ``prepare`` besides the recipe."""
 
     parts: Parts | None
     earlier: Earlier | None
@@ -200,14 +192,12 @@ def _within_budget(loaded: Loaded, hardware: Hardware, ranks: int, earlier: Earl
 
 def _used_before(loaded: Loaded, request: Request, hardware: Hardware) -> Usage:
     """Return time and energy of earlier processes of the run; UNUSED if its cost is unknown, and on all ranks but 0."""
-    if request.earlier is None or request.world.rank:
-        return UNUSED
     has_cost = loaded.recipe.price or known_device(hardware.device) or hardware.gpu_indices()
-    return request.earlier.used if has_cost else UNUSED
+    return request.earlier.used if request.earlier and not request.world.rank and has_cost else UNUSED
 
 
 def find_hardware(loaded: Loaded, request: Request) -> Hardware:
-    """Return the machine, the device of this rank, and its memory before the model is built."""
+    """Return the machine, the device of this rank, and its memory. Adapts memory and kernels of the process to them."""
     machine = read_machine()
     adapt_to_limits()
     with at_recipe(loaded.source, "device"):
@@ -221,10 +211,16 @@ def find_hardware(loaded: Loaded, request: Request) -> Hardware:
 
 
 def decide(loaded: Loaded, request: Request, hardware: Hardware) -> Resolved:
-    """Return the recipe with all open settings decided by the first rank."""
-    return from_first_rank(
-        request.world, _resolve(loaded, request.parts, request.earlier, hardware.memory, request.world.size)
-    )
+    """Return the recipe with all open settings decided by the first rank, or in the earlier part of the run."""
+    earlier, ranks = request.earlier, request.world.size
+    if not has_open_settings(loaded.recipe, ranks):
+        resolved = Resolved(loaded)
+    elif earlier and (kept := earlier.resolved) and is_for(kept, loaded.recipe, ranks):
+        resolved = read_resolved(loaded, kept)
+    else:
+        with at_recipe(loaded.source, "model"):
+            resolved = resolve(loaded, hardware.memory, parts=request.parts, ranks=ranks)
+    return from_first_rank(request.world, resolved)
 
 
 def make_parts(resolved: Resolved, request: Request, hardware: Hardware) -> Parts:
@@ -265,7 +261,6 @@ def _in_epochs(recipe: Recipe) -> str:
 
 
 def _threads(recipe: Recipe, earlier: Earlier | None, hardware: Hardware) -> tuple[int, ...]:
-    """Return the numbers of threads that the dry run may choose from."""
     if earlier:
         return (earlier.threads,)
     return (1,) if recipe.parallel.exact else usable_threads(hardware.device)
@@ -300,7 +295,9 @@ def make_state(loaded: Loaded, divided: Divided, facts: RunFacts, request: Reque
         seed_all(recipe.seed)  # training draws the same numbers whatever preceded it
     else:
         divided.parts.custom.generators.restore()
-    parts = _with_loss_of_logits(divided.parts, live.plan)
+    parts, settled = divided.parts, live.plan.settled
+    if "max_logits_bytes" in settled:
+        parts = replace(parts, loss=partial(parts.loss, max_logits_bytes=settled["max_logits_bytes"]))
     if earlier is None:
         return MadeRun(live, parts, provenance, recipe.precision, [])
     precision = earlier.precision(recipe.precision, facts)
@@ -328,13 +325,6 @@ def _fill_reference(divided: Divided, recipe: Recipe, request: Request, hardware
     )
 
 
-def _with_loss_of_logits(parts: Parts, plan: Plan) -> Parts:
-    settled = plan.settled or {}
-    if "max_logits_bytes" not in settled:
-        return parts
-    return replace(parts, loss=partial(parts.loss, max_logits_bytes=settled["max_logits_bytes"]))
-
-
 def open_data(made: MadeRun, recipe: Recipe, mesh: RankMesh, request: Request, hardware: Hardware) -> OpenedData:
     """Open the training data and read the first batch. Raises DataError if there is none."""
     state, plan = made.live.state, made.live.plan
@@ -344,16 +334,7 @@ def open_data(made: MadeRun, recipe: Recipe, mesh: RankMesh, request: Request, h
     start_s = time.perf_counter() - begin_s
     if first is None:
         raise DataError("the training data gave no batch", remedy="check that it is not empty or used up")
-    return OpenedData(
-        first,
-        chain([first], batches),
-        data.resumed,
-        loading,
-        start_s,
-        data.at_once,
-        data.reads_in_workers,
-        data.depends_on_training,
-    )
+    return OpenedData(first, chain([first], batches), data, loading, start_s)
 
 
 def try_out(
@@ -373,7 +354,7 @@ def try_out(
     if world.size == 1:  # the first batch of one rank says nothing about the others
         require_supervised(supervision)
     packing = _packing_notes(loaded, made, data.first, world)
-    notes = (*made.live.plan.notes, *notes_of_data(made.provenance, data.resumed), *packing)
+    notes = (*made.live.plan.notes, *notes_of_data(made.provenance, data.stream.resumed), *packing)
     job = Job(
         loaded,
         made.parts,
@@ -386,7 +367,7 @@ def try_out(
         made.accepted,
         divided.mesh,
         divided.stages,
-        Measurements() if data.reads_in_workers else Measurements(pace_of_first(data)),
+        Measurements() if data.stream.reads_in_workers else Measurements(pace_of_first(data)),
         supervision,
         _used_before(loaded, request, hardware),
     )
@@ -467,16 +448,6 @@ def _logits_limit(
     return {"max_logits_bytes": room_for_logits(memory.usable_bytes, sum(held.values()))}
 
 
-def _resolve(loaded: Loaded, parts: Parts | None, earlier: Earlier | None, memory: Device, ranks: int) -> Resolved:
-    """Return the recipe with all open settings decided, as in the earlier part of the run if there is one."""
-    if not has_open_settings(loaded.recipe, ranks):
-        return Resolved(loaded)
-    if earlier and (kept := earlier.resolved) and is_for(kept, loaded.recipe, ranks):
-        return read_resolved(loaded, kept)
-    with at_recipe(loaded.source, "model"):
-        return resolve(loaded, memory, parts=parts, ranks=ranks)
-
-
 PLAIN_MEAN_NOTE = (
     "the loss returns a plain mean; if it ignores padding or targets, return tw.Loss(total, weight), which is exact"
 )
@@ -491,32 +462,19 @@ class OpenedData(NamedTuple):
     Attributes:
         first: The first batch to train on.
         batches: All batches, from the first one on.
-        resumed: How the stream reached its position; "" at the start of an epoch.
+        stream: The object that reads them.
         loading: The settings for reading the data.
         start_s: Seconds until the first batch was available.
-        read_at_once: Number of batches that were read in ``start_s``.
-        reads_in_workers: True if other processes read the batches.
-        depends_on_training: True if the loader depends on the training, so that nothing may be read ahead.
     """
 
     first: StepBatch
     batches: Iterator[StepBatch]
-    resumed: str
+    stream: StepBatches
     loading: Loading
     start_s: float
-    read_at_once: int
-    reads_in_workers: bool
-    depends_on_training: bool
 
 
-class DryRunPlan(NamedTuple):
-    """The plan after the dry run, and samples per second of all ranks at the peak rate of their devices."""
-
-    plan: Plan
-    peak_samples_s: float | None = None
-
-
-def measure(job: Job, data: OpenedData, facts: RunFacts, kept: ResumedValues, asked: str | None) -> Job:
+def measure(job: Job, data: OpenedData, facts: RunFacts, kept: ResumedValues, requested: str | None) -> Job:
     """Return the job with the measurements of a dry run of its first batch. Its state is unchanged.
 
     All ranks that compute together must call it. If ranks compute independently, only the first rank measures.
@@ -526,26 +484,27 @@ def measure(job: Job, data: OpenedData, facts: RunFacts, kept: ResumedValues, as
         data: The opened training data.
         facts: Facts about model, data and machine that the plan was made from.
         kept: The values that a resumed run keeps from its earlier plan.
-        asked: The precision in the recipe, None if it is not set; in a resumed run the precision decided before.
+        requested: The precision in the recipe, None if it is not set; in a resumed run the precision decided before.
     """
     if job.world.rank > 0 and not job.divides_weights:
         return job
-    tried = _with_dry_run(job, facts, data.first, asked)
-    reading, batches = _reading(job, data, tried.plan)
-    timed = _with_times(replace(job, plan=tried.plan), reading, kept)
+    tried = _with_dry_run(job, facts, data.first, requested)
+    reading, batches = _reading(job, data, tried)
+    plan, cost = _with_times(replace(job, plan=tried), reading, kept)
     if job.state.step:  # the run is resumed, so the dry run did not measure the loss of the initial weights
-        timed = Timed(
-            replace(timed.plan, predicted=replace(timed.plan.predicted, initial_loss=None)), timed.evaluation_cost
-        )
-    measured = Measurements(reading, timed.evaluation_cost, tried.peak_samples_s)
-    return replace(job, plan=timed.plan, batches=batches, measured=measured)
+        plan = replace(plan, predicted=replace(plan.predicted, initial_loss=None))
+    peak = None
+    if plan.predicted.step_s is not None and not job.divides_weights:
+        peak = peak_samples_s(job.parts, data.first.micro[0], known_device(job.device), plan.precision)
+    measured = Measurements(reading, cost, peak and peak * job.world.size)
+    return replace(job, plan=plan, batches=batches, measured=measured)
 
 
 def _reading(job: Job, data: OpenedData, plan: Plan) -> tuple[ReadingPace, Iterator[StepBatch]]:
     """Return the wait for data per step, and the stream of batches including batches read for the measurement."""
-    if not data.reads_in_workers:
+    if not data.stream.reads_in_workers:
         return pace_of_first(data), job.batches
-    if data.depends_on_training or plan.predicted.step_s is None:
+    if data.stream.depends_on_training or plan.predicted.step_s is None:
         return ReadingPace(), job.batches
     loading = data.loading
     return time_workers(
@@ -560,45 +519,48 @@ def _reading(job: Job, data: OpenedData, plan: Plan) -> tuple[ReadingPace, Itera
 
 def pace_of_first(data: OpenedData) -> ReadingPace:
     """Return the pace of reading in this process, from the time of the first batch."""
-    read_s = data.start_s / data.read_at_once
+    read_s = data.start_s / data.stream.at_once
     return ReadingPace(wait_s=read_s, read_s=read_s, start_s=data.start_s)
 
 
-def _with_first_batch(job: Job, facts: RunFacts, first: StepBatch, asked: str | None) -> Plan:
+def _with_first_batch(job: Job, facts: RunFacts, first: StepBatch, requested: str | None) -> Plan:
     """Return the plan with measurements of the first micro-batch: loss, time per precision and threads, memory."""
     one = replace(first, micro=(copy.deepcopy(first.micro[0]),))  # a model may write into its input
     together = job.world if job.divides_weights else SOLO
-    seen = try_batch(job.state, one, job.parts.loss, job.precision_of, facts, asked, together)
+    seen = try_batch(job.state, one, job.parts.loss, job.precision_of, facts, requested, together)
     if job.world.size == 1:
         left_out = {*job.recipe.data.quarantine, *job.state.quarantine}
         require_labels_in_range(job.parts, job.plan, seen.outputs, left_out)
     notes = [Note("loss", "weighted by batch size", PLAIN_MEAN_NOTE)] if seen.mean else []
     notes += [Note("dry run", "uncompiled", UNCOMPILED_NOTE)] if job.recipe.model.compile else []
     notes.extend(memory_note(job.recipe.optimizer.use, seen.optimizer_bytes))
-    degrees, share = job.plan.degrees, tensor_share(job.parts.model, job.plan.degrees)
+    ask, degrees = job.recipe.optimizer, job.plan.degrees
+    fraction = tensor_share(job.parts.model, degrees)
     average_bytes, buffer_bytes = _average_and_buffers_bytes(job.state)
+    predicted = memory_bytes(
+        ask.use,
+        ask.args,
+        parameters=round(facts.parameters * fraction),
+        trainable=round(facts.trainable * fraction),
+        activations=seen.activation_bytes,
+        average=average_bytes,
+        buffers=buffer_bytes,
+        inputs=sum(tensor.nbytes for tensor in first.tensors),
+        offloaded=ask.offload is True and job.device.type != "cpu",
+        shard=degrees.shard,
+        zero=job.recipe.parallel.zero,
+    )
+    if seen.optimizer_bytes is not None and ask.offload is not True:
+        predicted["optimizer"] = seen.optimizer_bytes
     return with_dry_run(
         replace(job.plan, notes=(*job.plan.notes, *notes)),
-        precision=asked,
+        precision=requested,
         facts=facts,
         loss=seen.loss,
         outputs=seen.outputs,
         seconds={mode: seconds * len(first.micro) + seen.update_s for mode, seconds in seen.seconds.items()},
         thread_s={mode: seconds * len(first.micro) for mode, seconds in seen.thread_s.items()},
-        memory_bytes=memory_bytes(
-            job.recipe.optimizer.use,
-            job.recipe.optimizer.args,
-            parameters=round(facts.parameters * share),
-            trainable=round(facts.trainable * share),
-            activations=seen.activation_bytes,
-            average=average_bytes,
-            buffers=buffer_bytes,
-            inputs=sum(tensor.nbytes for tensor in first.tensors),
-            offloaded=job.recipe.optimizer.offload is True and job.device.type != "cpu",
-            shard=degrees.shard,
-            zero=job.recipe.parallel.zero,
-        )
-        | measured_state(job.recipe.optimizer.offload, seen.optimizer_bytes),
+        memory_bytes=predicted,
     )
 
 
@@ -617,45 +579,34 @@ def _average_and_buffers_bytes(state: TrainState) -> tuple[int, int]:
     )
 
 
-def _with_dry_run(job: Job, facts: RunFacts, first: StepBatch, asked: str | None) -> DryRunPlan:
+def _with_dry_run(job: Job, facts: RunFacts, first: StepBatch, requested: str | None) -> Plan:
     """Do a dry run of the first batch. ``step_s`` of the returned plan excludes the wait for data."""
     if job.parts.custom.advance is not None:
-        return DryRunPlan(without_dry_run(job.plan, job.recipe))
+        return without_dry_run(job.plan, job.recipe)
     if job.stages is not None:
-        return DryRunPlan(_without_dry_run(job.plan, facts, asked, PIPELINE_WITHOUT_DRY_RUN))
+        return _without_dry_run(job.plan, facts, requested, PIPELINE_WITHOUT_DRY_RUN)
     together = job.world if job.divides_weights else SOLO
     tried, why = job.plan, ""
     try:
-        tried = _with_first_batch(job, facts, first, asked)
+        tried = _with_first_batch(job, facts, first, requested)
     except NotIsolated as error:
         why = f"the dry run would have side effects: {error}"
     if not together.least(int(not why)):
         none = f"{why or 'another rank cannot do one'}; no times, no first loss"
-        return DryRunPlan(_without_dry_run(job.plan, facts, asked, Note("dry run", "none", none)))
-    plan = from_first_rank(together, tried)  # the times of ranks that compute together differ
-    if job.divides_weights:
-        return DryRunPlan(plan)
-    pace = peak_samples_s(job.parts, first.micro[0], known_device(job.device), plan.precision)
-    return DryRunPlan(plan, pace and pace * job.world.size)
+        return _without_dry_run(job.plan, facts, requested, Note("dry run", "none", none))
+    return from_first_rank(together, tried)  # the times of ranks that compute together differ
 
 
-def _without_dry_run(plan: Plan, facts: RunFacts, asked: str | None, why: Note) -> Plan:
-    chosen, note = choose_precision(asked, facts.device, facts.low_precision, {})
+def _without_dry_run(plan: Plan, facts: RunFacts, requested: str | None, why: Note) -> Plan:
+    chosen, note = choose_precision(requested, facts.device, facts.low_precision, {})
     return replace(plan, precision=chosen, notes=(*plan.notes, note, why))
 
 
-class Timed(NamedTuple):
-    """A plan with times, and the cost of an evaluation."""
-
-    plan: Plan
-    evaluation_cost: EvaluationCost | None = None
-
-
-def _with_times(job: Job, reading: ReadingPace, kept: ResumedValues) -> Timed:
-    """Return the plan with the predicted time of the run and the size of its evaluations."""
+def _with_times(job: Job, reading: ReadingPace, kept: ResumedValues) -> tuple[Plan, EvaluationCost | None]:
+    """Return the plan with the predicted time of the run and the size of its evaluations, and their cost."""
     plan = job.plan
     if plan.predicted.step_s is None:
-        return Timed(plan)
+        return plan, None
     notes = (*plan.notes, *reading.notes())
     step_s = plan.predicted.step_s + reading.wait_s
     paced = replace(plan, predicted=replace(plan.predicted, step_s=step_s, wait_s=reading.wait_s), notes=notes)
@@ -665,7 +616,7 @@ def _with_times(job: Job, reading: ReadingPace, kept: ResumedValues) -> Timed:
         **predicted_seconds(evaluated, cost, used=until_of(evaluated)(job.state)),
         **_examination_seconds(evaluated, job),
     }
-    return Timed(replace(evaluated, predicted=replace(evaluated.predicted, seconds=seconds)), cost)
+    return replace(evaluated, predicted=replace(evaluated.predicted, seconds=seconds)), cost
 
 
 def _with_evaluations(plan: Plan, job: Job, cost: EvaluationCost | None, kept: ResumedValues) -> Plan:

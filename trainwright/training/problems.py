@@ -180,7 +180,6 @@ class _Examination:
         yield model
 
     def _model_settings(self, model: nn.Module) -> None:
-        """Check name patterns and modifications of the model before training."""
         ask = self.recipe.model
         if ask.lora is not None:
             with self._at("model.lora"), fake_tensors():

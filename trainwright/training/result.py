@@ -24,14 +24,14 @@ from trainwright.runs.json_values import strict
 from trainwright.runs.printing import figure
 from trainwright.runs.records import Ended, Evaluated, Found, RunVerdict
 from trainwright.training.job import Job
-from trainwright.training.open_run import HeldFolder, OpenRun, Process, Reports
+from trainwright.training.open_run import HeldFolder, OpenRun, Process, is_saved
 from trainwright.training.resume import doubled_length, resume_command
-from trainwright.training.run_verdict import is_saved
 
 
-@dataclass(frozen=True)
-class Ending:
-    """The facts for the closing lines.
+def closing(
+    ended: Ended, run: Path, evaluated: Evaluated | None, *, saved: bool, again: str, longer: str, launch: str = ""
+) -> list[str]:
+    """Return the last lines to print: the verdict, run, reached and next.
 
     Args:
         ended: The record of the end, with its verdict.
@@ -39,46 +39,23 @@ class Ending:
         evaluated: The last evaluation.
         saved: True if the last state is on disk.
         again: The command that continues the run.
-        longer: The option that doubles the length of the run, appended to ``again``.
+        longer: The option that doubles the length of the run, appended to ``again``; "" if there is none.
         launch: The options that start as many ranks again, the last part of the command; "" for one process.
     """
-
-    ended: Ended
-    run: Path
-    evaluated: Evaluated | None
-    saved: bool
-    again: str
-    longer: str
-    launch: str = ""
-
-
-def closing(ending: Ending) -> list[str]:
-    """Return the lines to print: the verdict, then exactly three lines (run, reached, next)."""
-    goes_on = ending.ended.ending == "stopped" or not ending.saved or not ending.longer
-    restarts = " train " in ending.again
-    step = "starts again: nothing is saved" if restarts else "continues from the newest checkpoint"
-    step = f"{ending.again}{ending.launch}   # {step}"
-    if not goes_on:
-        step = f"{ending.again} {ending.longer}{ending.launch}   # trains it further"
-    return [
-        f"verdict: {ending.ended.verdict}",
-        f"run      {ending.run}",
-        f"reached  {reached(ending)}",
-        f"next     {step}",
-    ]
-
-
-def reached(ending: Ending) -> str:
-    """Return steps and losses as text."""
-    ended, seen = ending.ended, ending.evaluated
+    if ended.ending != "stopped" and saved and longer:
+        step = f"{again} {longer}{launch}   # trains it further"
+    elif " train " in again:
+        step = f"{again}{launch}   # starts again: nothing is saved"
+    else:
+        step = f"{again}{launch}   # continues from the newest checkpoint"
     parts = [f"step {ended.step:,}"]
     if ended.loss is not None:
         parts.append(f"training loss of the last step {figure(ended.loss)}")
-    if seen is not None:
-        parts.append(f"validation loss {figure(seen.loss)}")
-        parts += [f"{name} {value:.4g}" for name, value in seen.metrics.items()]
+    if evaluated is not None:
+        parts.append(f"validation loss {figure(evaluated.loss)}")
+        parts += [f"{name} {value:.4g}" for name, value in evaluated.metrics.items()]
     parts += cost(ended)
-    return ", ".join(parts)
+    return [f"verdict: {ended.verdict}", f"run      {run}", f"reached  {', '.join(parts)}", f"next     {step}"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -179,11 +156,24 @@ def finish(job: Job, place: HeldFolder, run: OpenRun, outcome: Outcome, process:
     findings, ended = reports.findings, reports.logbook.ended
     assert ended is not None
     is_whole = is_saved(reports.newest, outcome.step)
-    ending = _print_ending(job, place, reports, ended, process, is_whole=is_whole)
+    last = reports.logbook.recorder.last_evaluated
+    process.progress.close()
+    is_live = job.is_only_in_python
+    ranks = job.world.size if os.environ.get("LOCAL_WORLD_SIZE") == str(job.world.size) else 1  # all on this machine
+    for line in closing(
+        ended,
+        place.folder.path,
+        last,
+        saved=is_whole,
+        again=resume_command(place.folder, live=is_live),
+        longer="" if is_live else doubled_length(job.loaded.as_written.until),
+        launch=f" -- --nproc-per-node {ranks}" if ranks > 1 and not is_live else "",
+    ):
+        process.progress.say(line)
     return Result(
         skipped=ended.skipped,
         exit_code=(code or exit_code(findings)) if is_whole else 1,
-        metrics=dict(ending.evaluated.metrics) if ending.evaluated else {},
+        metrics=dict(last.metrics) if last else {},
         findings=findings,
         verdict=ended.verdict,
         energy_kwh=ended.energy_kwh,
@@ -192,25 +182,6 @@ def finish(job: Job, place: HeldFolder, run: OpenRun, outcome: Outcome, process:
         restored=restore_best(job, place.folder, process.progress.say),
         **common,
     )
-
-
-def _print_ending(
-    job: Job, place: HeldFolder, reports: Reports, ended: Ended, process: Process, *, is_whole: bool
-) -> Ending:
-    process.progress.close()
-    ranks = job.world.size if os.environ.get("LOCAL_WORLD_SIZE") == str(job.world.size) else 1  # all on this machine
-    ending = Ending(
-        ended,
-        place.folder.path,
-        reports.logbook.recorder.last_evaluated,
-        saved=is_whole,
-        again=resume_command(place.folder, live=job.is_only_in_python),
-        longer="" if job.is_only_in_python else doubled_length(job.loaded.as_written.until),
-        launch=f" -- --nproc-per-node {ranks}" if ranks > 1 and not job.is_only_in_python else "",
-    )
-    for line in closing(ending):
-        process.progress.say(line)
-    return ending
 
 
 def restore_best(job: Job, folder: RunFolder, say: Callable[[str], None]) -> int | None:

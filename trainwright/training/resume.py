@@ -289,7 +289,6 @@ def _has_metadata(folder: RunFolder) -> bool:
 
 
 def _metadata_of_folder(folder: RunFolder) -> dict[str, Any]:
-    """Return the metadata of a run without checkpoints, from the files of its folder."""
     recipe = load(folder.recipe, environ={}).recipe.model_dump(mode="json")
     try:
         plan = read_object(folder.plan, PlanFile)

@@ -92,7 +92,6 @@ def copied(*objects: Any, val: object = None) -> tuple[Any, ...]:
 
 
 def _samples(value: object) -> list[object]:
-    """Return the datasets in an argument."""
     if isinstance(value, DataLoader):
         return [value.dataset]
     if isinstance(value, Mapping):
