@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import re
@@ -231,3 +232,15 @@ def test_what_spawned_workers_cannot_get_is_named(dataset: Any, options: dict[st
     with pytest.raises(DataError, match=f"^{name}, as the start method 'spawn'") as raised:
         read(dataset, start_method="spawn", **options)
     assert "top level of a module" in raised.value.remedy
+
+
+def test_workers_end_at_once_if_their_batches_are_collected_in_a_cycle() -> None:
+    """As those of a job, to which observers refer. torch waits 5 s for each worker that does not end by itself."""
+    steps = iter(StepBatches(Items(), Loading(BATCH, BATCH, shuffle=False, workers=2)))
+    next(steps)
+    cycle: list[object] = [steps]
+    cycle.append(cycle)
+    del steps, cycle
+    begin_s = time.monotonic()
+    gc.collect()
+    assert time.monotonic() - begin_s < 4

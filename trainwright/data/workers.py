@@ -70,6 +70,7 @@ def read_in_workers(
     watch = _Watch(
         [each for each in multiprocessing.active_children() if each not in earlier], source.in_progress, requested
     )
+    _READING.append(fetched)
     try:
         while (batch := _next(fetched, watch, how.timeout_s)) is not None:
             if requested:
@@ -81,6 +82,16 @@ def read_in_workers(
         for worker in watch.workers:  # it may be stuck, and torch would wait seconds for each to exit by itself
             worker.terminate()
         raise
+    finally:
+        _READING[:] = [each for each in _READING if each is not fetched]
+
+
+_READING: list[Iterator[Fetched | Failed]] = []
+"""Iterators of torch in use.
+
+If the garbage collector found one in a cycle with its queues, it would close the queues first. The iterator could then
+not tell its workers to end, and would wait 5 s for each.
+"""
 
 
 def _started(source: Fetch | FetchStream, keys: Iterator[Key] | None, how: Workers) -> Iterator[Fetched | Failed]:
