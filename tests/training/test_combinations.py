@@ -27,7 +27,11 @@ EXPERTS = {"experts": 4, "active": 2, "bias_rate": 0.1, "expert_width": 8}
 MUON = {"use": "muon", "lr": 1e-2, "args": {"adamw_eps": 1e-3, "ns_dtype": "float32"}}
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "compile": {"model": {"use": "gpt", "args": MODEL, "compile": True}},
+    # a short batch would be compiled again
+    "compile": {
+        "model": {"use": "gpt", "args": MODEL, "compile": True},
+        "data": {"train": "combined:train_set", "drop_last": True},
+    },
     "LoRA": {"model": {"use": "gpt", "args": MODEL, "lora": {"rank": 2}}},
     "Muon": {"optimizer": MUON},
     "tied": {"model": {"use": "gpt", "args": {**MODEL, "tied": True}}, "optimizer": MUON},
