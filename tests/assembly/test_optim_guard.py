@@ -69,19 +69,6 @@ def test_a_run_whose_first_step_is_skipped_is_as_if_it_began_later(name: str) ->
     assert same_bits(train(model, optimizer), train(reference, theirs))
 
 
-@pytest.mark.parametrize("name", GUARDED)
-def test_found_inf_zero_is_as_if_it_were_not_set(name: str) -> None:
-    model, reference = net(torch.float32), net(torch.float32)
-    optimizer = make_optimizer(name, model, lr=LR, weight_decay=DECAY)
-    theirs = make_optimizer(name, reference, lr=LR, weight_decay=DECAY)
-    for step in range(5):
-        fill_grads(model, step)
-        fill_grads(reference, step)
-        step_with(optimizer, 0.0)
-        theirs.step()
-    assert same_bits(snapshot(model, optimizer), snapshot(reference, theirs))
-
-
 @pytest.mark.parametrize("name", OURS)
 def test_grad_scale_divides_and_leaves_the_gradients_alone(name: str) -> None:
     model, reference = net(torch.float32), net(torch.float32)

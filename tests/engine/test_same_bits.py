@@ -140,23 +140,19 @@ def test_one_batch_a_step(name: str, bf16: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("accumulation", [4, 3])
 @pytest.mark.parametrize("name", ["adamw", "adamw-groups", "sgd-momentum"])
-def test_accumulation_clip_warm_up_and_cosine(name: str, accumulation: int, bf16: bool) -> None:
-    active = compare(
-        OPTIMIZERS[name], F.cross_entropy, accumulation=accumulation, clip_at=CLIP_AT, warm=True, bf16=bf16
-    )
+def test_accumulation_clip_warm_up_and_cosine(name: str, bf16: bool) -> None:
+    active = compare(OPTIMIZERS[name], F.cross_entropy, accumulation=3, clip_at=CLIP_AT, warm=True, bf16=bf16)
     assert 0 < active < STEPS  # the clip was seen both active and inactive
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("accumulation", [1, 3, 4])
-def test_a_sum_and_its_weight(accumulation: int) -> None:
+def test_a_sum_and_its_weight() -> None:
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Loss:
         x, y = batch
         return Loss(F.cross_entropy(model(x), y, reduction="sum"), torch.ones_like(y).sum())
 
-    compare(OPTIMIZERS["adamw"], loss, accumulation=accumulation, clip_at=CLIP_AT, warm=True, by_count=True)
+    compare(OPTIMIZERS["adamw"], loss, accumulation=3, clip_at=CLIP_AT, warm=True, by_count=True)
 
 
 @pytest.mark.slow

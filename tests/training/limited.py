@@ -55,7 +55,6 @@ class Hungry(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
-        self.norm = nn.BatchNorm1d(64) if kind == "batchnorm" else nn.Identity()
         self.first, self.wide, self.last = nn.Linear(64, 64), Wide(), nn.Linear(64, 4)
         self.heavy = nn.Linear(64, 64 * 1024, bias=False) if kind == "heavy" else None  # 16 MiB
         self.vector = nn.Parameter(torch.zeros(6 * 2**20)) if kind in ("vector", "later") else None  # 24 MiB
@@ -64,15 +63,13 @@ class Hungry(nn.Module):
     def forward(self, x_BD: Tensor) -> Tensor:
         if self.kind == "writes":
             x_BD.mul_(0.5)
-        if self.kind == "python":
-            x_BD = x_BD * (random.random() + float(np.random.rand()))
         with torch.no_grad():
             self.table.add_(1)
         if self.heavy is not None:
             return self.last(self.first(x_BD)) + self.heavy(x_BD[:1]).mean()  # type: ignore[no-any-return]
         if self.vector is not None:
             x_BD = x_BD + self._of_vector(x_BD)
-        x_BD = self.norm(self.first(x_BD))
+        x_BD = self.first(x_BD)
         if self.kind == "dropout":
             x_BD = F.dropout(x_BD, 0.3, self.training)
         return self.last(self.wide(x_BD))  # type: ignore[no-any-return]

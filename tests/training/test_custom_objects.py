@@ -253,6 +253,7 @@ def test_functions_observe_and_stop() -> None:
     seen: list[tuple[int, int]] = []
     result = fit(net(), observers=[lambda result, state: seen.append((result.step, state.step)), stop_at(3)])
     assert seen == [(1, 1), (2, 2), (3, 3)] and result.reason == "enough"
+    assert fit(net(), observers=stop_at(1)).step == 1, "a single one needs no list"
 
 
 def test_the_length_and_the_device_in_words_of_their_own() -> None:
@@ -387,10 +388,6 @@ def test_what_cannot_be_is_said_in_words(given: Objects, said: str) -> None:
     model = net()
     with pytest.raises(UsageError, match=said):
         fit(model, **given(model))
-
-
-def test_a_single_observer_needs_no_list() -> None:
-    assert fit(net(), observers=lambda result, state: tw.Stop("enough")).reason == "enough"
 
 
 @pytest.mark.filterwarnings("error")

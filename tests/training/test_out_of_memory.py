@@ -61,22 +61,7 @@ def test_steps_are_the_bits_of_a_run_that_began_with_the_smaller_micro_batch() -
         (1, 64, 32),
         (1, 32, 16),
     ]
-    same(short, limited(model="dropout", steps=6, micro=16))
-
-
-def test_the_global_batch_and_its_weighting_stay() -> None:
-    short, whole = limited(steps=8, limit_mib=FITS_16), limited(steps=8)
-    assert short["shortages"] and not whole["shortages"]
-    assert short["values"] == pytest.approx(whole["values"], abs=1e-6)
-    assert short["losses"] == pytest.approx(whole["losses"], abs=1e-6)
-
-
-@pytest.mark.parametrize("model", ["batchnorm", "python"])
-def test_nothing_of_a_failed_try_is_left(model: str) -> None:
-    """BatchNorm's statistics; a buffer that no state_dict keeps; the generators of Python and NumPy."""
-    short = limited(model=model, steps=6, limit_mib=FITS_16)
-    assert len(short["shortages"]) == 3
-    same(short, limited(model=model, steps=6, micro=16))
+    same(short, once(model="dropout", steps=6, micro=16))
 
 
 def test_it_says_where_it_was_and_what_held_the_memory() -> None:

@@ -29,19 +29,19 @@ def explaining(model: nn.Module) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
-        if isinstance(error, TrainwrightError) or is_out_of_memory(error):
-            raise
-        refused = refusal(error, model)
+        refused = None if is_out_of_memory(error) else refusal(error, model)
         if refused is None:
             raise
         raise refused from error
 
 
 def refusal(error: Exception, model: nn.Module, batch: object = ()) -> UsageError | DataError | None:
-    """Return what is wrong with the batch that made torch raise ``error``; None if unknown.
+    """Return what is wrong with the batch that made torch raise ``error``; None if unknown, or if it is our own error.
 
     A DataError has the rows of ``batch`` with ids or labels out of range.
     """
+    if isinstance(error, TrainwrightError):
+        return None
     if "modified by an inplace operation" in str(error):
         return UsageError(
             f"a value that the backward pass needs was overwritten: {text_of(error, lines=1)[:200]}",
