@@ -65,7 +65,7 @@ def test_it_draws_from_generators_of_its_own_and_leaves_those_of_the_process_alo
     assert values(take(lambda: batches(), 7)) == values(found)
 
 
-@pytest.mark.parametrize("at", range(7))
+@pytest.mark.parametrize("at", [0, 4, 6])
 def test_it_is_read_again_up_to_a_cursor(at: int) -> None:
     whole = take(lambda: batches(), 8)
     stream = StepBatches(unwrap(lambda: batches()).dataset, LOADING, cursor=whole[at].cursor)
@@ -83,7 +83,7 @@ def test_of_many_batches_the_first_16_and_each_16th_are_compared(changed: int) -
         assert next(iter(stream)).cursor.position == 72 and word in stream.resumed
 
 
-@pytest.mark.parametrize("at", [1, 15, 16, 17, 31, 32, 33, 39])
+@pytest.mark.parametrize("at", [1, 16, 33])
 def test_the_same_batches_again_are_the_same_wherever_a_run_stopped(at: int) -> None:
     fixed = list(torch.randn(40, 2, 3))
     source = unwrap(lambda: iter(fixed)).dataset
@@ -121,7 +121,7 @@ class Counting:
         self.given = state["given"]
 
 
-@pytest.mark.parametrize("at", [1, 15, 16, 17, 32, 33])
+@pytest.mark.parametrize("at", [1, 16, 33])
 def test_a_digest_goes_on_where_the_loader_goes_on_from_its_own_state(at: int) -> None:
     fixed = list(torch.randn(40, 2, 3))
     cursors = [each.cursor for each in take(Counting(fixed), 40)]

@@ -325,7 +325,7 @@ def test_an_observer_that_returns_no_stop() -> None:
             return 0
 
     journal: Journal = []
-    with pytest.raises(UsageError, match=r"Chatty\.observe returned 0"):
+    with pytest.raises(UsageError, match=r"Chatty\.observe returned 0(.|\n)*tw.Stop"):
         go(journal, Chatty(journal))
     assert journal[-1] == ("close observe", -1)
 
@@ -340,15 +340,6 @@ def test_an_observer_needs_no_close() -> None:
     counts = Counts()
     assert go([], counts).ending == "finished"  # type: ignore[arg-type]
     assert counts.count > 0
-
-
-def test_what_is_no_observer_is_refused_before_the_first_step() -> None:
-    journal: Journal = []
-    for wrong in (7, object(), Watcher):
-        with pytest.raises(UsageError, match=r"the observer (int|object|Watcher) is") as caught:
-            go(journal, wrong)  # type: ignore[arg-type]
-        assert "object of a class" in caught.value.remedy
-    assert not any(what == "advance" for what, _ in journal)
 
 
 def test_a_bad_sample_is_in_quarantine_once_its_step_is_trained_on() -> None:

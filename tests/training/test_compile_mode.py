@@ -108,9 +108,10 @@ def test_the_fastest_mode_trains(
     assert header(result) == [(f"{expected} of torch.compile", "planned")]
 
 
-def test_modes_are_measured_only_if_that_is_asked(compiler: Compiler) -> None:
-    result = fitted(**{"model.compile_mode": "default"})
-    assert compiler.calls and header(result) == []
+@pytest.mark.parametrize("mode", ["default", OTHER])
+def test_a_mode_in_the_recipe_is_used_without_a_measurement(mode: str, compiler: Compiler) -> None:
+    result = fitted(**{"model.compile_mode": mode})
+    assert (set(compiler.calls), header(result)) == ({mode}, [])
     assert "compile" not in json.loads((result.run / "provenance.json").read_text())
 
 
@@ -174,11 +175,6 @@ def test_a_model_without_a_dry_run_is_not_measured(compiler: Compiler, tmp_path:
     )
     result = tw.fit(Writing(), data, nn.CrossEntropyLoss(), until="0.2s", quiet=True, settings=settings)
     assert decision(result)["seconds"] == {}
-
-
-def test_a_mode_in_the_recipe_is_used(compiler: Compiler) -> None:
-    result = fitted(**{"model.compile_mode": OTHER})
-    assert (set(compiler.calls), header(result)) == ({OTHER}, [])
 
 
 def test_inductor_computes_the_same_bits_after_the_measurement(long_runs: None) -> None:

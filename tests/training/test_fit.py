@@ -443,17 +443,6 @@ def test_a_validation_loader_says_its_batch_unless_settings_do() -> None:
     assert asked(val=data(40))["evaluation"]["batch"] is None
 
 
-def test_an_observer_that_returns_something_else() -> None:
-    class Chatty:
-        def observe(self, result: tw.StepResult, state: tw.TrainState) -> Any:
-            return False
-
-        def close(self) -> None: ...
-
-    with pytest.raises(UsageError, match=r"Chatty.observe returned False(.|\n)*tw.Stop"):
-        asked(observers=[Chatty()])
-
-
 def test_the_random_state_of_the_caller_is_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(3)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests import ranks
-from tests.forked import COMMAND_LINE, Forked
+from tests.forked import COMMAND_LINE
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
@@ -72,16 +72,12 @@ Measured = dict[str, list[dict[str, Any]]]
 
 def measured(folder: Path, count: int, runs: dict[str, dict[str, Any]]) -> Measured:
     """Train with each of the parallel sections, one after another in the same processes."""
-    make_recipes(folder, runs)
-    done = ranks.run(TRAIN, count, *(f"{name}.yaml" for name in runs), cwd=folder)
-    assert [each.returncode for each in done] == [0] * count, "\n".join(each.stderr for each in done)
-    return {name: figures(folder / "runs" / name) for name in runs}
-
-
-def make_recipes(folder: Path, runs: dict[str, dict[str, Any]]) -> None:
     (folder / "mine_ranked.py").write_text(MODULE)
     for name, parallel in runs.items():
         (folder / f"{name}.yaml").write_text(json.dumps({**RECIPE, "name": name, "parallel": parallel}))
+    done = ranks.run(TRAIN, count, *(f"{name}.yaml" for name in runs), cwd=folder)
+    assert [each.returncode for each in done] == [0] * count, "\n".join(each.stderr for each in done)
+    return {name: figures(folder / "runs" / name) for name in runs}
 
 
 def figures(run: Path) -> list[dict[str, Any]]:
@@ -109,16 +105,6 @@ def test_metrics_of_two_ranks_are_those_of_one_process(layout: str, alone: Measu
     assert [each["at"] for each in expected] == [each["at"] for each in found]
     for one, other in zip(expected, found, strict=True):
         assert one["hits"] == one["Merged"]
-        assert {**other, "at": 0} == pytest.approx({**one, "at": 0}, rel=1e-5)
-
-
-def test_metrics_of_a_recipe_that_torchrun_starts_are_those_of_one_process(tmp_path: Path, alone: Measured) -> None:
-    make_recipes(tmp_path, {"replicate": {}})
-    process = Forked(COMMAND_LINE, "train", "replicate.yaml", "--", "--nproc-per-node", "2", cwd=tmp_path)
-    assert process.wait() == 0, process.stderr
-    expected, found = alone["plain"], figures(tmp_path / "runs/replicate")
-    assert [each["at"] for each in expected] == [each["at"] for each in found]
-    for one, other in zip(expected, found, strict=True):
         assert {**other, "at": 0} == pytest.approx({**one, "at": 0}, rel=1e-5)
 
 

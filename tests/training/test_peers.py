@@ -85,8 +85,6 @@ def run(folder: Path, fault: str, size: int, faulty: int = -1, interval: int = 8
         ("in_replay", 2, 0, 0),
         ("often", 2, 0, 0),
         ("always", 2, 1, None),  # both ranks get their own gradients again, so the program cannot know which is right
-        ("once", 3, 2, 2),
-        ("in_replay", 3, 0, 0),
         ("always", 3, 1, 1),
     ],
 )

@@ -120,7 +120,6 @@ GPT = "{use: gpt, args: {vocab_size: 11, block_size: 8, layers: 2, heads: 2, d_m
     "settings",
     [
         pytest.param(["parallel.replicate=2"], id="replicate"),
-        pytest.param(["parallel.shard=2"], id="shard"),
         pytest.param(
             ["parallel.pipeline=2", f"model={GPT}", "data.train=slow:Tokens", "loss=language_model"], id="pipeline"
         ),

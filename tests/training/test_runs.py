@@ -222,20 +222,6 @@ SMALL_DEMO = [option for each in (*SMALL_DEMO, "evaluation.batches=1") for optio
 
 
 @pytest.mark.slow
-def test_a_kill_loses_nothing_that_was_committed(folder: Path) -> None:
-    running = start("train", "slow.yaml", "--set", "checkpoint.every=1steps", "--set", "until=5000steps", cwd=folder)
-    wait_for_step(folder / "runs/slow/log.jsonl", 20)
-    running.kill()
-    running.communicate(timeout=60)
-    newest, broken = newest_valid(folder / "runs/slow/checkpoints")
-    assert newest is not None and not broken
-    saved = [r.step for r in read(folder / "runs/slow/log.jsonl").records if isinstance(r, Saved)]
-    assert int(newest.name.removeprefix("step-")) >= max(saved)
-    code, said = invoke("resume", "runs/slow", "--set", f"until={max(saved) + 10}steps", "--accept", "until")
-    assert code == 0 and f"resumed from {Path('runs/slow/checkpoints') / newest.name}" in said
-
-
-@pytest.mark.slow
 def test_the_same_recipe_gives_the_same_bits(folder: Path) -> None:
     settings = [option for each in ("deterministic=true", "until=20steps") for option in ("--set", each)]
     for name in ("one", "two"):

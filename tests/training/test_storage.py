@@ -20,14 +20,14 @@ from tests.forked import COMMAND_LINE, Forked
 from tests.training.processes import invoke, start, wait_for_step
 from trainwright.checkpoint.store import newest_valid
 from trainwright.runs.reader import read
-from trainwright.runs.records import Started
+from trainwright.runs.records import Saved, Started
 
 pytestmark = pytest.mark.slow
 
 LONG = ["--set", "until=5000steps", "--set", "checkpoint.every=5steps"]
 
 
-def test_a_second_process_is_refused_with_the_pid_of_the_first(folder: Path) -> None:
+def test_a_second_process_is_refused_and_a_kill_of_the_first_loses_nothing_that_was_saved(folder: Path) -> None:
     first = start("train", "slow.yaml", *LONG, cwd=folder)
     wait_for_step(folder / "runs/slow/log.jsonl", 10)
     second = start("resume", "runs/slow", cwd=folder)
@@ -39,8 +39,9 @@ def test_a_second_process_is_refused_with_the_pid_of_the_first(folder: Path) -> 
     assert len([r for r in log.records if isinstance(r, Started)]) == 1, "the second wrote nothing"
     newest, broken = newest_valid(folder / "runs/slow/checkpoints")
     assert newest is not None and not broken
+    assert int(newest.name[5:]) >= max(r.step for r in log.records if isinstance(r, Saved))
     code, said = invoke("resume", "runs/slow", "--set", f"until={int(newest.name[5:]) + 5}steps", "--accept", "until")
-    assert code == 0, said
+    assert code == 0 and f"resumed from {Path('runs/slow/checkpoints') / newest.name}" in said, said
 
 
 def test_a_folder_deleted_while_training_is_written_anew(folder: Path) -> None:

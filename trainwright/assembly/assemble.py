@@ -92,13 +92,8 @@ class Parts:
     """The live objects of a run, named by a recipe or passed in Python.
 
     Attributes:
-        model: The model.
-        train: The training data.
         val_sets: The validation sets by name. The first one determines the best checkpoint.
-        loss: The loss.
-        notes: Notes for the plan.
         prepared: True if ``prepare`` has applied the recipe to the model.
-        custom: Further objects that were passed in Python.
     """
 
     model: nn.Module

@@ -19,10 +19,8 @@ from trainwright.plan.machine import read_machine
 _STATM = Path("/proc/self/statm")
 _STATUS = Path("/proc/self/status")
 _M_MMAP_THRESHOLD, _MIN_MAPPED_BYTES = -3, 32 * 1024  # mallopt(3); setting it stops its automatic growth
-_M_MMAP_MAX, _MAX_MAPPED_BLOCKS = (
-    -4,
-    2**15,
-)  # half of the mappings that Linux allows a process; further blocks use the heap
+# half of the mappings that Linux allows a process; further blocks use the heap
+_M_MMAP_MAX, _MAX_MAPPED_BLOCKS = -4, 2**15
 _M_ARENA_MAX, _MAX_HEAP_BLOCK_BYTES = -8, 32 * 2**20  # glibc maps each larger block separately in any case
 _M_TRIM_THRESHOLD, _MAX_FREE_HEAP_BYTES = -1, 2**31 - 1
 _MALLINFO_FIELDS = (
@@ -121,21 +119,13 @@ def _left_by_rlimits() -> list[int]:
     return [max(0, limit - now) for used, limit in rlimits().items() if (now := _read_status(used)) is not None]
 
 
-def _kinds() -> dict[str, int]:
-    """Return the rlimits on reserved memory, by the key of the limited value in /proc/self/status."""
+def rlimits() -> dict[str, int]:
+    """Return the active limits on reserved memory in bytes, by the key of the limited value in /proc/self/status."""
     try:
         import resource
-    except ImportError:  # not on Windows, which has no such limits
+    except ImportError:  # on Windows, which has no such limits
         return {}
-    return {"VmSize": resource.RLIMIT_AS, "VmData": resource.RLIMIT_DATA}
-
-
-def rlimits() -> dict[str, int]:
-    """Return the active limits on reserved memory, in bytes."""
-    if not (kinds := _kinds()):
-        return {}
-    import resource
-
+    kinds = {"VmSize": resource.RLIMIT_AS, "VmData": resource.RLIMIT_DATA}
     soft = {used: resource.getrlimit(kind)[0] for used, kind in kinds.items()}
     return {used: limit for used, limit in soft.items() if limit != resource.RLIM_INFINITY}
 

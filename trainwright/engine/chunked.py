@@ -132,8 +132,9 @@ def chunked_cross_entropy(
     if has_grad and weight_V is not None and weight_V.requires_grad:
         raise UsageError("the weights of classes are not learned", remedy="give weight_V.detach()")
     compute = _compute_dtype(hidden_ND)
-    if usable_liger(hidden_ND, compute, is_weighed=weight_V is not None):
-        return liger_cross_entropy(hidden_ND.to(compute), weight_VD.to(compute), target_N, bias_V, weight_V, **options)
+    if (liger := _usable_liger(hidden_ND, compute, has_class_weights=weight_V is not None)) is not None:
+        hidden_ND, weight_VD = hidden_ND.to(compute), weight_VD.to(compute)
+        return _liger_cross_entropy(liger, hidden_ND, weight_VD, target_N, bias_V, weight_V, **options)
     config = _Config(
         compute=compute,
         rows=_chunk_rows(hidden_ND.shape[0], weight_VD.shape[0], hidden_ND.device.type, compute),
@@ -264,21 +265,21 @@ def _to_gradient(
     top = logits.amax(1, keepdim=True)
     logits -= top
     loss = F.nll_loss(logits, target, of_classes, ignore_index=config.ignore_index, reduction="none") * (1 - smoothing)
-    own: Tensor | float = 1.0 if of_classes is None else of_classes[classes]
-    times = 1.0 if of_classes is None else (1 - smoothing) * own + smoothing * of_classes.mean()
+    of_target: Tensor | float = 1.0 if of_classes is None else of_classes[classes]
+    of_denominator = 1.0 if of_classes is None else (1 - smoothing) * of_target + smoothing * of_classes.mean()
     if smoothing:
         loss = loss - smoothing * (logits.mean(1) if of_classes is None else logits @ of_classes / len(of_classes))
     denominator = logits.exp_().sum(1)
     log_denominator = denominator.log()
-    whole = log_denominator + top.squeeze(1)  # the logsumexp of the logits
-    loss = loss + (times * log_denominator + config.z_loss * whole.square())
+    logsumexp = log_denominator + top.squeeze(1)
+    loss = loss + (of_denominator * log_denominator + config.z_loss * logsumexp.square())
     if any(config.wanted):
         factor = is_counted.to(logits.dtype) * (1.0 if scale is None else scale.to(logits.dtype))
-        logits *= (factor * (times + 2 * config.z_loss * whole) / denominator).unsqueeze(1)
+        logits *= (factor * (of_denominator + 2 * config.z_loss * logsumexp) / denominator).unsqueeze(1)
         if smoothing:
             even = torch.ones_like(logits[0]) if of_classes is None else of_classes
             logits.addr_(factor, even, alpha=-smoothing / logits.shape[1])
-        logits.scatter_add_(1, classes.unsqueeze(1), ((smoothing - 1) * factor * own).unsqueeze(1))
+        logits.scatter_add_(1, classes.unsqueeze(1), ((smoothing - 1) * factor * of_target).unsqueeze(1))
         if slope is not None:
             logits *= slope
     return loss.where(is_counted, 0.0).sum()
@@ -307,51 +308,50 @@ def _add(grads: list[Tensor | None], rows: slice, by_logits: Tensor, chunk: Tens
         bias += by_logits.sum(0, dtype=bias.dtype)
 
 
-@cache
-def _is_installed() -> bool:
-    return find_spec("liger_kernel") is not None
+class _Liger(NamedTuple):
+    kernel: Callable[..., Tensor]
+    parameters: frozenset[str]
 
 
 @cache
-def _parameters() -> frozenset[str]:
-    return frozenset(inspect.signature(_fused()).parameters)
+def _liger() -> _Liger | None:
+    """Return the kernel of ``liger-kernel`` and the names of its parameters; None if it is not installed."""
+    if find_spec("liger_kernel") is None:
+        return None
+    kernel = import_module("liger_kernel.transformers.functional").liger_fused_linear_cross_entropy
+    return _Liger(kernel, frozenset(inspect.signature(kernel).parameters))
 
 
-def _fused() -> Callable[..., Tensor]:
-    function: Callable[..., Tensor] = import_module(
-        "liger_kernel.transformers.functional"
-    ).liger_fused_linear_cross_entropy
-    return function
-
-
-def usable_liger(hidden: Tensor, compute: torch.dtype, *, is_weighed: bool) -> bool:
-    """Return True if the kernel can compute this loss.
+def _usable_liger(hidden: Tensor, compute: torch.dtype, *, has_class_weights: bool) -> _Liger | None:
+    """Return the kernel if it can compute this loss.
 
     fp16 is not supported, because the kernel computes gradients before the loss scale is known. Class weights need a
     kernel with the parameter ``ce_weight``. The weights do not apply to its z-loss, as in ``chunked_cross_entropy``.
     """
-    if not hidden.is_cuda or compute not in (torch.float32, torch.bfloat16) or not _is_installed():
-        return False
-    return not is_weighed or "ce_weight" in _parameters()
+    if not hidden.is_cuda or compute not in (torch.float32, torch.bfloat16):
+        return None
+    liger = _liger()
+    return None if liger is None or (has_class_weights and "ce_weight" not in liger.parameters) else liger
 
 
-def liger_cross_entropy(
+def _liger_cross_entropy(
+    liger: _Liger,
     hidden_ND: Tensor,
     weight_VD: Tensor,
     target_N: Tensor,
     bias_V: Tensor | None,
     weight_V: Tensor | None,
-    **options: float,
+    **options: Unpack[Options],
 ) -> Tensor:
-    """Return the loss of the liger kernel, summed over all rows. For ``options`` see ``Options``."""
+    """Return the loss of the liger kernel, summed over all rows."""
     options_of_liger: dict[str, Any] = {
-        "ignore_index": options.get("ignore_index", -100),
+        "ignore_index": options.get("ignore_index", IGNORE),
         "label_smoothing": options.get("label_smoothing", 0.0),
         "lse_square_scale": options.get("z_loss", 0.0),
         "softcap": options.get("softcap") or None,
     }
     if weight_V is not None:
         options_of_liger["ce_weight"] = weight_V.float()
-    if "accum_dtype" in _parameters():  # since 0.6
+    if "accum_dtype" in liger.parameters:  # since 0.6
         options_of_liger["accum_dtype"] = torch.float32
-    return _fused()(hidden_ND, weight_VD, target_N, bias=bias_V, reduction="sum", **options_of_liger).float()
+    return liger.kernel(hidden_ND, weight_VD, target_N, bias=bias_V, reduction="sum", **options_of_liger).float()

@@ -50,17 +50,8 @@ def lr_range(
 ) -> LrRange:
     """Train ``num_steps`` at learning rates from ``lowest`` to ``highest``, growing geometrically. Changes ``state``.
 
-    The losses are smoothed by a bias-corrected moving average. Costs one host sync per step.
-
-    Args:
-        state: Trained, and not restored.
-        batches: One batch per step.
-        loss: See ``as_loss_fn``.
-        lowest: First learning rate.
-        highest: Last learning rate.
-        num_steps: Number of steps.
-        precision: The precision of the planned training.
-        clip: The clipping of the planned training. It raises the learning rate at which training diverges.
+    The losses are smoothed by a bias-corrected moving average. Costs one host sync per step. ``clip`` raises the
+    learning rate at which training diverges, so pass that of the planned training.
     """
     for group in state.optimizer.param_groups:  # every group keeps its ratio to the first
         group["initial_lr"] = group["lr"] / state.optimizer.param_groups[0]["lr"] * lowest

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -26,6 +26,7 @@ from trainwright.engine.user_log import widest
 from trainwright.errors import UsageError, import_optional, require_choice, text_of
 
 TASKS = ("binary", "multiclass", "multilabel")
+REGRESSION_TASK = ("regression",)
 CUSTOM_METRIC_REMEDY = "or give a function of your own: metrics={'name': lambda outputs, targets: ...}"
 
 
@@ -260,8 +261,8 @@ class NamedMetric:
 
     Args:
         name: Name in messages.
-        make: Returns the measure for a task on a device. Raises UsageError for a task that it is not defined for.
-        is_regression: True for regression metrics.
+        make: Returns the measure for a task on a device.
+        kinds: Kinds of tasks that the metric is defined for.
         task: Overrides the inferred task.
         ignore_index: Target that is not counted.
         from_logits: True if outputs are logits; None to infer it.
@@ -272,7 +273,7 @@ class NamedMetric:
         name: str,
         make: Callable[[Task, torch.device], Measure],
         *,
-        is_regression: bool = False,
+        kinds: Collection[str] = TASKS,
         task: str | None = None,
         ignore_index: int | None = None,
         from_logits: bool | None = None,
@@ -281,7 +282,7 @@ class NamedMetric:
             require_choice(f"the task of the metric {name!r}", task, TASKS)
         self._name = name
         self._make = make
-        self._is_regression = is_regression
+        self._kinds = kinds
         self._stated = task
         self._ignored, self._from_logits = IGNORE if ignore_index is None else ignore_index, from_logits
         self._device = torch.device("cpu")
@@ -316,11 +317,15 @@ class NamedMetric:
         self._begun(self._task).update(aligned(outputs, targets, self._task, self._ignored), self._task)
 
     def _task_of(self, outputs: Tensor, targets: Tensor) -> Task:
-        if self._is_regression:
+        if self._kinds == REGRESSION_TASK:
             return regression_task(outputs, targets)
-        return classification_task(
+        task = classification_task(
             outputs, targets, stated=self._stated, ignored=self._ignored, are_logits=self._from_logits
         )
+        if task.kind not in self._kinds:
+            defined = " and ".join(self._kinds)
+            raise UsageError(f"it is defined for {defined} tasks, and this one is {task.kind}", remedy="leave it out")
+        return task
 
     def _begun(self, task: Task) -> Measure:
         if self._measure is None:
@@ -404,8 +409,9 @@ def accuracy(
         predicted = batch.scores.argmax(-1) if is_class else (batch.scores > 0.5).long()
         return _counted(predicted == batch.target, batch)
 
-    make = _measures(lambda _task, _device: Mean(hits))
-    return NamedMetric("accuracy", make, task=task, ignore_index=ignore_index, from_logits=from_logits)
+    return NamedMetric(
+        "accuracy", lambda _task, _device: Mean(hits), task=task, ignore_index=ignore_index, from_logits=from_logits
+    )
 
 
 def top_k(k: int = 5, *, ignore_index: int | None = None) -> NamedMetric:
@@ -417,8 +423,7 @@ def top_k(k: int = 5, *, ignore_index: int | None = None) -> NamedMetric:
         best = batch.scores.topk(k, dim=-1).indices
         return _counted((best == batch.target[:, None]).any(-1), batch)
 
-    make = _measures(lambda _task, _device: Mean(hits), ("multiclass",))
-    return NamedMetric(f"top_{k}", make, ignore_index=ignore_index)
+    return NamedMetric(f"top_{k}", lambda _task, _device: Mean(hits), kinds=["multiclass"], ignore_index=ignore_index)
 
 
 top5 = partial(top_k, k=5)
@@ -434,8 +439,12 @@ def perplexity(*, ignore_index: int | None = None) -> NamedMetric:
         total = F.cross_entropy(logarithms, target, reduction="sum", ignore_index=IGNORE)
         return total, batch.counts.sum()
 
-    make = _measures(lambda _task, _device: Mean(surprise, math.exp), ("multiclass",))
-    return NamedMetric("perplexity", make, ignore_index=ignore_index)
+    return NamedMetric(
+        "perplexity",
+        lambda _task, _device: Mean(surprise, math.exp),
+        kinds=["multiclass"],
+        ignore_index=ignore_index,
+    )
 
 
 def _no_batch(_batch: Aligned, _task: Task) -> tuple[Tensor, Tensor | int]:
@@ -447,7 +456,7 @@ def _error(name: str, of: Callable[[Tensor], Tensor], finish: Callable[[float], 
         found = of(widest(batch.scores) - widest(batch.target))
         return found.sum(), found.numel()
 
-    return NamedMetric(name, lambda _task, _device: Mean(errors, finish), is_regression=True)
+    return NamedMetric(name, lambda _task, _device: Mean(errors, finish), kinds=REGRESSION_TASK)
 
 
 def mae() -> NamedMetric:
@@ -468,20 +477,6 @@ def rmse() -> NamedMetric:
 def _counted(right: Tensor, batch: Aligned) -> tuple[Tensor, Tensor | int]:
     assert batch.counts is not None
     return (right & batch.counts).sum(), batch.counts.sum()
-
-
-def _measures(
-    make: Callable[[Task, torch.device], Measure], kinds: tuple[str, ...] = TASKS
-) -> Callable[[Task, torch.device], Measure]:
-    """Return ``make``, restricted to the tasks that the metric is defined for."""
-
-    def made(task: Task, device: torch.device) -> Measure:
-        if task.kind not in kinds:
-            defined = " and ".join(kinds)
-            raise UsageError(f"it is defined for {defined} tasks, and this one is {task.kind}", remedy="leave it out")
-        return make(task, device)
-
-    return made
 
 
 CLASSIFICATION = {
@@ -532,9 +527,8 @@ def classification_metric(
         metric.validate_args = False  # validation waits for the device in each update
         return TorchmetricsMeasure(metric.to(device), classes_for_scores=is_balanced and task.kind == "binary")
 
-    kinds = tuple(kind for kind, found in by_kind.items() if found is not None)
-    made = _measures(make, kinds)
-    return NamedMetric(name, made, task=task, ignore_index=ignore_index, from_logits=from_logits)
+    kinds = [kind for kind, found in by_kind.items() if found is not None]
+    return NamedMetric(name, make, kinds=kinds, task=task, ignore_index=ignore_index, from_logits=from_logits)
 
 
 def regression_metric(name: str, **options: object) -> NamedMetric:
@@ -546,7 +540,7 @@ def regression_metric(name: str, **options: object) -> NamedMetric:
         size = {"num_outputs": task.size} if takes_size else {}
         return TorchmetricsMeasure(_made(found, {**size, **options}).to(device))
 
-    return NamedMetric(name, make, is_regression=True)
+    return NamedMetric(name, make, kinds=REGRESSION_TASK)
 
 
 def _torchmetrics(name: str) -> Any:

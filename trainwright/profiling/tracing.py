@@ -32,7 +32,7 @@ _LIBRARIES = tuple(
 _LOOP = f"{_PACKAGE}engine/loop.py"
 """The file that calls ``observe`` of each observer."""
 _FILES = {
-    f"{_PACKAGE}engine/loop.py:each_batch": "data",
+    f"{_PACKAGE}engine/loop.py:_each_batch": "data",
     f"{_PACKAGE}optim/clip.py": "update",
     f"{_PACKAGE}engine/guard.py": "update",
     f"{_PACKAGE}engine/step.py:__call__": "update",

@@ -115,8 +115,7 @@ class ObjectArguments(NamedTuple):
     """The optimizer and schedule of a call of ``tw.fit`` that are objects rather than names.
 
     Attributes:
-        optimizer: The optimizer; None if the recipe names it.
-        schedule: The schedule; None if the recipe names it.
+        optimizer, schedule: None if the recipe names it.
         sections: Recipe sections that describe the passed objects.
         may_set: For each section, the keys that ``settings`` may still set; None: all but ``use``.
     """

@@ -177,20 +177,17 @@ def _with_custom_objects(plan: Plan, recipe: Recipe, state: TrainState, schedule
 
 def _make_observers(parts: Parts, loaded: Loaded, state: TrainState) -> tuple[Observer, ...]:
     """Return the observers passed in Python, then the recipe's. Adds observers with a state to the run's state."""
-    observers = [*map(as_observer, parts.custom.observers), *_recipe_observers(loaded)]
+    observers = [as_observer(each) for each in parts.custom.observers]
+    for number, part in enumerate(loaded.recipe.observers):
+        path = f"observers.{number}"
+        found = _find_part(part, OBSERVERS, path, loaded)
+        with at_recipe(loaded.source, f"{path}.use"):
+            observers.append(as_observer(found))
     for number, each in enumerate(observers):
         _require_validation(each, loaded.recipe, type(each).__name__)
         if callable(getattr(each, "state_dict", None)) and callable(getattr(each, "load_state_dict", None)):
             state.stateful[f"observer {number}: {type(each).__name__}"] = each  # type: ignore[assignment]
     return tuple(observers)
-
-
-def _recipe_observers(loaded: Loaded) -> Iterator[Observer]:
-    for number, part in enumerate(loaded.recipe.observers):
-        path = f"observers.{number}"
-        found = _find_part(part, OBSERVERS, path, loaded)
-        with at_recipe(loaded.source, f"{path}.use"):
-            yield as_observer(found)
 
 
 def _require_validation(needs: object, recipe: Recipe, name: str) -> None:

@@ -36,15 +36,7 @@ def try_batch(
 
     Precisions are compared with one thread each. Numbers of threads are compared in the first precision. The chosen
     combination is then timed as well. If several ranks compute together (``world``), the first rank chooses the modes.
-
-    Args:
-        state: The state of the run. It is unchanged afterwards.
-        batch: The batch of one step.
-        loss: The loss function.
-        precision_of: Makes the precision of a name on the device of this rank.
-        facts: Facts about model, data and machine that the plan is made from.
-        requested: The precision in the recipe; None if it is not set.
-        world: The ranks that compute together.
+    ``state`` is unchanged afterwards. ``requested`` is the precision in the recipe; None if it is not set.
     """
     names = candidates(requested, facts.device, facts.low_precision)
     if rlimits():  # oneDNN compiles bf16 code for each shape and kills the process if it cannot allocate memory for it

@@ -84,18 +84,10 @@ class Job:
     """Everything that a run needs, planned and built, before the first step.
 
     Attributes:
-        loaded: The recipe.
-        parts: Model, data sets and loss.
-        plan: The plan.
-        built: State, schedule, observers, metrics and gradient clipping.
         hardware: The machine and the device of this rank.
-        batches: The stream of training batches.
         provenance: Code, packages, machine, data and seeds of this process.
         matmul: Process-wide precision of matrix multiplications.
         accepted: Recipe paths at which the user accepted a difference to the earlier part of the run.
-        mesh: The ranks by axis of parallelism.
-        stages: The stages of a pipeline; None without one.
-        measured: Measurements of the dry run.
         supervision: Which tokens or pixels of the data carry loss.
         used: Time and energy of earlier processes of the run, if its cost is known.
     """

@@ -150,12 +150,8 @@ class OpenRun:
     """A run that is ready for its first step.
 
     Attributes:
-        batches: The batches to train on.
-        step: The step function.
         until: Returns the completed fraction of the run.
-        observers: Called after each step.
-        evaluation: The evaluation that the plan schedules; None without a validation set.
-        saving: Saves checkpoints.
+        evaluation: None without a validation set.
         reports: The log and the doctor of the first rank; None on the others, which write nothing.
     """
 

@@ -159,7 +159,7 @@ def prepare(
         parts: Live objects that replace the objects named by the recipe.
         earlier: The earlier part of a resumed run.
         world: All ranks.
-        launch: How this process was started.
+        launch: How torchrun or Ray Train started this process.
         say: Receives messages about the data, also later during training.
 
     Raises:
@@ -457,15 +457,7 @@ UNCOMPILED_NOTE = "its times are upper bounds, without the time to compile"
 
 
 class OpenedData(NamedTuple):
-    """The training data after their first batch was read.
-
-    Attributes:
-        first: The first batch to train on.
-        batches: All batches, from the first one on.
-        stream: The object that reads them.
-        loading: The settings for reading the data.
-        start_s: Seconds until the first batch was available.
-    """
+    """The training data after their first batch was read, which took ``start_s``. ``batches`` includes ``first``."""
 
     first: StepBatch
     batches: Iterator[StepBatch]
@@ -482,7 +474,7 @@ def measure(job: Job, data: OpenedData, facts: RunFacts, kept: ResumedValues, re
     Args:
         job: The planned job.
         data: The opened training data.
-        facts: Facts about model, data and machine that the plan was made from.
+        facts: Facts that the plan was made from.
         kept: The values that a resumed run keeps from its earlier plan.
         requested: The precision in the recipe, None if it is not set; in a resumed run the precision decided before.
     """

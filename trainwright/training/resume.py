@@ -79,7 +79,6 @@ class Earlier:
     """The earlier part of a run: its checkpoint, measurements and choices.
 
     Attributes:
-        folder: The run folder.
         lock: The lock on the folder. Ranks other than the first have none, and change nothing in the folder.
         checkpoint: The checkpoint; None if the run ended before its first save. The run then starts at step 0 with the
             same choices.
@@ -154,17 +153,9 @@ class Earlier:
     def load(self, state: TrainState, recipe: Recipe, precision: str, now: Mapping[str, Any]) -> list[str]:
         """Load the checkpoint into ``state`` and return the paths of the accepted differences.
 
-        Reports every difference to the earlier part. Different training data start a new epoch and clear the
-        quarantine.
-
-        Args:
-            state: The state of the run, in place.
-            recipe: The recipe of this process.
-            precision: The precision of this process.
-            now: The provenance of this process.
-
-        Raises:
-            UsageError: A difference that changes the mathematics is not accepted.
+        Adds every difference between the earlier part and this process to ``messages``. ``now`` is the provenance of
+        this process. Different training data start a new epoch and clear the quarantine. Raises UsageError for a
+        difference that changes the mathematics and is not accepted.
         """
         changes = self._changes(state, recipe, precision, now)
         accept = [each for each in self.accept if each != CRASH_LOOP]

@@ -33,10 +33,7 @@ def audit_parts(
 ) -> tuple[Supervision, ...]:
     """Return the audits of the data sets: of a tokenized set in full, of any other training set by its first batch.
 
-    Args:
-        parts: Model, data sets and loss.
-        first: The first batch; None: read some samples.
-        left_out: Positions of samples that are not read.
+    If there is no ``first`` batch or it is refused, some samples are read, but none at a position in ``left_out``.
     """
     limits = limits_of(parts.model)
     train = tokenized_set_of(parts.train.dataset)

@@ -146,7 +146,7 @@ class TrialProcess:
         """Start the trial, or resume it if ``folder`` holds a run.
 
         Args:
-            recipe: The recipe.
+            recipe: The file of the recipe.
             settings: Overrides, as ``path=value``.
             folder: The run folder to create. Its name must be a valid name of a run.
             threads: CPU threads. The number changes the last bits of sums.
@@ -245,18 +245,11 @@ def run_trial(
     KeyboardInterrupt, also stops the run.
 
     Args:
-        recipe: The recipe.
-        settings: Overrides, as ``path=value``.
-        folder: The run folder to create.
-        threads: CPU threads. The number changes the last bits of sums.
         limit_s: Seconds after which the run saves and stops.
-        environ: The environment; None: that of this process.
-
-    Returns:
-        The result, read from the run folder.
+        recipe, settings, folder, threads, environ: See ``TrialProcess``.
 
     Raises:
-        StorageError: If the parent folder cannot be written.
+        StorageError: The parent folder cannot be written.
     """
     before = read_trial(folder) if _can_resume(folder) else None
     if before is not None and before.is_over:
