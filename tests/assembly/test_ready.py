@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -94,13 +95,13 @@ def test_the_same_batches_again_are_the_same_wherever_a_run_stopped(at: int) -> 
 def test_the_digest_of_every_batch_that_an_older_checkpoint_has_is_compared_as_it_was_made() -> None:
     fixed = list(torch.randn(40, 2, 3))
     source = unwrap(lambda: iter(fixed)).dataset
-    of_all = ReadyStream(source, Cursor(), seed=3, epochs=None, say=silent, covers_all=True)
-    cursor = list(islice(of_all.steps(1), 35))[-1][1]
+    of_all = ReadyStream(source, Cursor(), replace(LOADING, ranks=2), silent)
+    cursor = list(islice(of_all.steps(), 35))[-1][1]
     assert cursor.digest != take(lambda: iter(fixed), 35)[34].cursor.digest
     stream = StepBatches(source, LOADING, cursor=cursor)
     later = list(islice(stream, 3))[-1].cursor
     assert "they are the same" in stream.resumed
-    assert later.digest == list(islice(of_all.steps(1), 38))[-1][1].digest  # and goes on so
+    assert later.digest == list(islice(of_all.steps(), 38))[-1][1].digest  # and goes on so
 
 
 class Counting:

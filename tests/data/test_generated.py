@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from trainwright.data.padding import IGNORE
 from trainwright.data.shapes import FIGURES, shapes
-from trainwright.data.text import IGNORE, masked_topics, python_topics
+from trainwright.data.text import masked_topics, python_topics
 from trainwright.errors import UsageError
 
 

@@ -27,7 +27,7 @@ from trainwright.checkpoint.optimizer_modes import names_with_modes, use_trainin
 from trainwright.checkpoint.rng import RngBag, seed_all
 from trainwright.checkpoint.train_state import TrainState
 from trainwright.checkpoint.weights import require_python
-from trainwright.data.first_samples import first_samples
+from trainwright.data.fork import first_samples
 from trainwright.data.loading import EvaluationBatches, Loading, StepBatches
 from trainwright.data.ready_batches import ReadyBatches, Say, silent
 from trainwright.data.unwrap import Unwrapped, length_of, unwrap

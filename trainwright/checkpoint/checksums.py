@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+from trainwright.checkpoint.codec import INTEGERS
+
 Checksums = Callable[[], list[int]]
 """Returns the checksums; on a GPU it waits until they are computed."""
 
@@ -49,6 +50,6 @@ def start_checksums(tensors: Sequence[Tensor | None]) -> Checksums:
 
 def _sum(tensor: Tensor) -> Tensor | int:
     tensor = tensor.detach()
-    if tensor.layout is not torch.strided or tensor.is_meta or tensor.itemsize not in _INTEGERS:
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.itemsize not in INTEGERS:
         return 0
-    return tensor.view(_INTEGERS[tensor.itemsize]).sum(dtype=torch.int64)
+    return tensor.view(INTEGERS[tensor.itemsize]).sum(dtype=torch.int64)

@@ -143,10 +143,21 @@ def _identity(tensor: Tensor) -> tuple[Tree, ...]:
     return (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
 
 
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integer dtypes by the size of an element in bytes."""
+
+
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Return True if two tensors hold the same bits, including NaN and the sign of zero."""
+    """Return True if two tensors hold the same bits, including NaN and the sign of zero.
+
+    Tensors on one device are compared there.
+    """
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
+    kind = INTEGERS.get(a.element_size())
+    is_plain = all(t.layout == torch.strided and not (t.is_conj() or t.is_neg() or t.is_quantized) for t in (a, b))
+    if kind is not None and is_plain and a.device == b.device:
+        return torch.equal(a.detach().view(kind), b.detach().view(kind))
     return torch.equal(_bytes(a), _bytes(b))
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from trainwright.errors import UsageError
+from trainwright.errors import UsageError, require_choice
 
 Split: TypeAlias = Literal["train", "val"]
 FIRST_VAL_SEED = 1 << 30
@@ -39,8 +39,7 @@ def episodes(split: Split = "train", *, count: int = 4096) -> Episodes:
 
     Raises UsageError for a value that cannot be used.
     """
-    if split not in ("train", "val"):
-        raise UsageError(f'split must be "train" or "val"; got {split!r}', remedy='try split="train"')
+    require_choice("split", split, get_args(Split))
     if not 1 <= count <= FIRST_VAL_SEED:
         raise UsageError(f"count={count} is no number of episodes", remedy="try count=4096")
     return Episodes(FIRST_VAL_SEED if split == "val" else 0, count)

@@ -9,9 +9,10 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, MutableSequence, Sequence
+from dataclasses import dataclass, field
 from itertools import count, islice
 from multiprocessing.sharedctypes import RawArray
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from trainwright.checkpoint.cursor import BadSample, Cursor, Ids
 from trainwright.checkpoint.rng import preserved_rng, reseed, seed_of
 from trainwright.data.generators import EpochGenerators, seeded
 from trainwright.data.padding import differ_in_length
+from trainwright.data.sample_order import LoaderOrder, UserOrder
 from trainwright.errors import DataError, text_of
 
 Sample: TypeAlias = Any
@@ -29,6 +31,7 @@ Sample: TypeAlias = Any
 Batch: TypeAlias = Any
 """Result of a collate function: a tensor, or nested containers of tensors."""
 Collate = Callable[[list[Sample]], Batch]
+WorkerInit = Callable[[int], object]
 
 
 def samples_at_fault(samples: Sequence[Sample], collate: Collate) -> dict[int, str]:
@@ -189,12 +192,15 @@ class Fetched(NamedTuple):
         return self.key.without({bad.id for bad in self.bad}).ids if self.bad else self.key.ids
 
 
+LEAVE_OUT_REMEDY = "open it with dataset[i] and repair it, or leave it out with data.quarantine: [i]"
+
+
 class Failed(NamedTuple):
     """The error of a dataset as text, because not every exception can be sent to another process."""
 
     ids: tuple[int, ...]
     what: str
-    remedy: str = "open it with dataset[i] and repair it, or leave it out with data.quarantine: [i]"
+    remedy: str = LEAVE_OUT_REMEDY
 
     def error(self) -> DataError:
         """Return the error to raise in the training process."""
@@ -362,32 +368,65 @@ def _collated(key: Key, samples: list[Sample], collate: Collate) -> Fetched | Fa
         return Failed(tuple(ids), what) if _collates(samples[:1], collate) else Failed(tuple(ids), what, FORM_REMEDY)
 
 
-class Reading(Protocol):
-    """The settings that ``FetchStream`` reads; ``Loading`` has them."""
+@dataclass(frozen=True)
+class Loading:
+    """Settings for reading samples and making batches of them.
 
-    @property
-    def batch_size(self) -> int: ...
-    @property
-    def micro_size(self) -> int: ...
-    @property
-    def seed(self) -> int: ...
-    @property
-    def drop_last(self) -> bool: ...
-    @property
-    def epochs(self) -> int | None: ...
-    @property
-    def collate(self) -> Collate: ...
-    @property
-    def quarantine(self) -> frozenset[int]: ...
-    @property
-    def rank(self) -> int: ...
-    @property
-    def ranks(self) -> int: ...
-    @property
-    def exact(self) -> bool: ...
+    Attributes:
+        batch_size: Samples per optimizer step.
+        micro_size: Samples per micro-batch.
+        seed: Seed of order and samples.
+        shuffle: Shuffle the samples of each epoch.
+        drop_last: Drop a last batch that is not full.
+        workers: Number of worker processes.
+        prefetch: Number of micro-batches that each worker reads ahead.
+        timeout_s: Maximum time that the trainer waits for a worker; None: forever.
+        worker_init: ``worker_init(number)`` is called in each worker when it starts.
+        start_method: Start method of multiprocessing; None: Python's default.
+        pin_memory: Pin the memory of batches.
+        device: Device of the batches.
+        collate: Makes a batch of samples.
+        epochs: Number of epochs; None: endless.
+        quarantine: Dataset positions that are never trained on.
+        on_bad_sample: "quarantine" adds an unreadable sample to the quarantine, "stop" ends the run.
+        every: Read each ``every``-th batch of an epoch.
+        order: Order of a sampler of the user.
+        live: At the start of an epoch, the user's loader draws from the random generators of the process, as in a plain
+            loop. If False, it draws from generators that are seeded by (seed, epoch).
+        loader: With ``live``, the order of a DataLoader.
+        joined: Number of batches that form one step, if ``order`` yields batches or the batches are ready-made.
+        rank: Index of the part of each step that this rank reads. Ready-made batches are divided by rows.
+        ranks: Number of parts of a step.
+        exact: A step has the same micro-batches on any number of ranks.
+    """
+
+    batch_size: int
+    micro_size: int
+    seed: int = 0
+    shuffle: bool = True
+    drop_last: bool = False
+    workers: int = 0
+    prefetch: int = 2
+    timeout_s: float | None = None
+    worker_init: WorkerInit | None = None
+    start_method: str | None = None
+    pin_memory: bool = False
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    collate: Collate = default_collate
+    epochs: int | None = None
+    quarantine: frozenset[int] = frozenset()
+    on_bad_sample: OnBadSample = "stop"
+    every: int = 1
+    order: UserOrder | None = None
+    live: bool = False
+    loader: LoaderOrder | None = None
+    joined: int = 1
+    rank: int = 0
+    ranks: int = 1
+    exact: bool = False
 
 
-def keys_of_rank(step: Key, settings: Reading) -> Iterator[Key]:
+def keys_of_rank(step: Key, settings: Loading) -> Iterator[Key]:
     """Yield the keys of a rank's micro-batches of the step ``step``; none for an empty step."""
     if not len(step.ids):
         return
@@ -407,7 +446,7 @@ class FetchStream(IterableDataset["Fetched | Failed"]):
     ends the stream regardless of ``on_bad_sample``, because a generator that has raised yields no further items.
     """
 
-    def __init__(self, dataset: AnyDataset, *, start: Cursor, settings: Reading) -> None:
+    def __init__(self, dataset: AnyDataset, *, start: Cursor, settings: Loading) -> None:
         self.dataset = dataset
         self.start = start
         self.settings = settings

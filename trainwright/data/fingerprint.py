@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,28 +43,14 @@ class Fingerprint:
     how: str
 
 
-class Digest(Protocol):
-    """A hash of ``hashlib``."""
-
-    def update(self, data: bytes, /) -> None: ...
-    def hexdigest(self) -> str: ...
-
-
-class Items(Protocol):
-    """A dataset with a length."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, position: int, /) -> object: ...
-
-
 def fingerprint(dataset: object, left_out: Collection[int] = ()) -> Fingerprint:
     """Return a hash that is equal for equal data; ``how`` describes the part of the data it covers.
 
-    It covers the first of these that applies: the dataset's ``content_sha256()``; all bytes of a TensorDataset; the
-    names and sizes of ``tw.files``; the type of a dataset without length, which is not read; all items of a small
-    dataset; type, length and a fixed sample of items. Items in ``left_out`` are not read, and fewer items are read if
-    that is slow. They are read in another process, which seeds the global generators for each, so augmented items have
-    the same hash each time.
+    It covers the first of these that applies: the dataset's ``content_sha256()``; all bytes of a TensorDataset of at
+    most 1 GiB; the names and sizes of ``tw.files``; the type of a dataset without length, which is not read; all items
+    of a small dataset; type, length and a fixed sample of items. Items in ``left_out`` are not read, and fewer items
+    are read if that is slow. On Linux another process reads them. The global generators are seeded for each item, so
+    augmented items have the same hash each time.
 
     Raises:
         DataError: An item terminates the process that reads it.
@@ -94,7 +80,7 @@ def fingerprint(dataset: object, left_out: Collection[int] = ()) -> Fingerprint:
     return found[-1]
 
 
-def _read(dataset: Items, digest: Digest, left_out: Collection[int], begin: Begin) -> Iterator[Fingerprint]:
+def _read(dataset: Any, digest: hashlib._Hash, left_out: Collection[int], begin: Begin) -> Iterator[Fingerprint]:
     """Yield fingerprints of ever more items."""
     size, begin_s = len(dataset), time.perf_counter()
     wanted = _sample(size)
@@ -138,7 +124,7 @@ class _OnDevice:
     """Placeholder for an item that only the process that uses the GPU can read."""
 
 
-def _item(dataset: Items, position: int) -> object:
+def _item(dataset: Any, position: int) -> object:
     """Return the item, or the name of the error that reading it raises; training reports that error in full."""
     random.seed(position)
     np.random.seed(position % 2**32)
@@ -151,7 +137,7 @@ def _item(dataset: Items, position: int) -> object:
         return f"raises {type(error).__name__}"
 
 
-def _add(digest: Digest, value: object) -> None:
+def _add(digest: hashlib._Hash, value: object) -> None:
     """Add a value: type and size before the content, so that different structures give different bytes."""
     match value:
         case Tensor():
@@ -179,7 +165,7 @@ def _add(digest: Digest, value: object) -> None:
             _add_bytes(digest, type(value).__name__, re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value)).encode())
 
 
-def _add_tensor(digest: Digest, tensor: Tensor) -> None:
+def _add_tensor(digest: hashlib._Hash, tensor: Tensor) -> None:
     if tensor.layout != torch.strided or tensor.device.type == "meta" or tensor.is_quantized:
         _add_bytes(digest, "tensor", repr(tensor).encode())
         return
@@ -187,6 +173,6 @@ def _add_tensor(digest: Digest, tensor: Tensor) -> None:
     _add_bytes(digest, f"tensor {tensor.dtype} {tuple(tensor.shape)}", raw.numpy().tobytes())
 
 
-def _add_bytes(digest: Digest, kind: str, content: bytes) -> None:
+def _add_bytes(digest: hashlib._Hash, kind: str, content: bytes) -> None:
     digest.update(f"{kind} {len(content)}:".encode())
     digest.update(content)

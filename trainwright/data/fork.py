@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import mmap
+import multiprocessing
 import os
 import pickle
 import signal
@@ -11,30 +12,28 @@ import struct
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
+from itertools import islice
 from multiprocessing.connection import Connection
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
+from torch.utils.data import TensorDataset
 
-from trainwright.errors import DataError, text_of
+from trainwright.data.fetch import AnyDataset, Sample
+from trainwright.data.unwrap import length_of
+from trainwright.errors import DataError, TrainwrightError, text_of
 
 T = TypeVar("T")
 Begin = Callable[[int], None]
 """Called with the position of each sample before it is read."""
 SELF_EXIT_DELAY_S = 60.0
 """A forked process that was not terminated exits by itself this long after its time limit, in seconds."""
-START_TIMEOUT_S = 2.0
-"""Maximum time until a forked process has stored its process id, in seconds."""
+FIRST_SAMPLES_LIMIT_S = 2.0
+"""Time limit of ``first_samples`` for the forked process. Samples that it cannot read in time are not read."""
 _NO_POSITION = -1
 _OPEN_ONE_REMEDY = "open one by hand with dataset[0]"
-
-
-class Indexed(Protocol):
-    """A dataset that is read by position."""
-
-    def __getitem__(self, position: int, /) -> object: ...
 
 
 class TooSlowError(Exception):
@@ -62,37 +61,36 @@ def read_in_fork(read: Callable[[Begin], Iterator[T]], *, limit_s: float) -> Ite
     if not CAN_FORK:
         yield from _read_here(read, limit_s)
         return
-    place = mmap.mmap(-1, struct.calcsize("qq"))  # the position of the sample, and the id of the process
+    place = mmap.mmap(-1, struct.calcsize("q"))  # the position of the sample
     _write_position(place, _NO_POSITION)
-    here, there = os.pipe()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    pid = _forked(place)
-    if not pid:
-        place[8:] = struct.pack("q", os.getpid())
-        os.close(here)
-        _run_reader(read, place, there, limit_s)
-    status: int | None = None
+    here, there = multiprocessing.Pipe(duplex=False)
+    context = multiprocessing.get_context("fork")
+    process = context.Process(target=_run_reader, args=(read, place, there, limit_s))
     try:
-        os.close(there)
-        with Connection(here, writable=False) as pipe:
-            end_s = time.monotonic() + limit_s
-            while pipe.poll(max(0.0, end_s - time.monotonic())):
-                try:
-                    kind, value = pickle.loads(pipe.recv_bytes())
-                except EOFError:
-                    _, status = os.waitpid(pid, 0)
-                    raise _death_error(status, _read_position(place)) from None
-                if kind == "done":
-                    return
-                if kind == "raised":
-                    raise DataError(f"the samples cannot be read: {value}", remedy=_OPEN_ONE_REMEDY)
-                yield value
-            raise TooSlowError(_read_position(place))
+        with warnings.catch_warnings():  # Python 3.12 warns; other threads do not exist in the new process
+            warnings.simplefilter("ignore", DeprecationWarning)
+            process.start()
+        there.close()
+        end_s = time.monotonic() + limit_s
+        while here.poll(max(0.0, end_s - time.monotonic())):
+            try:
+                kind, value = pickle.loads(here.recv_bytes())
+            except EOFError:
+                process.join()
+                raise _death_error(process.exitcode or 0, _read_position(place)) from None
+            if kind == "done":
+                return
+            if kind == "raised":
+                raise DataError(f"the samples cannot be read: {value}", remedy=_OPEN_ONE_REMEDY)
+            yield value
+        raise TooSlowError(_read_position(place))
     finally:
-        if status is None:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+        here.close()
+        there.close()
+        if process.pid is not None:
+            process.kill()
+            process.join()
+            process.close()
 
 
 def _read_here(read: Callable[[Begin], Iterator[T]], limit_s: float) -> Iterator[T]:
@@ -112,25 +110,7 @@ def _read_here(read: Callable[[Begin], Iterator[T]], limit_s: float) -> Iterator
         raise DataError(f"the samples cannot be read: {text_of(error, lines=1)}", remedy=_OPEN_ONE_REMEDY) from None
 
 
-def _forked(place: mmap.mmap) -> int:
-    """Call ``os.fork``. If a signal handler raises before the id is known, the new process is terminated."""
-    parent = os.getpid()
-    try:
-        with warnings.catch_warnings():  # Python 3.12 warns; other threads do not exist in the new process
-            warnings.simplefilter("ignore", DeprecationWarning)
-            return os.fork()
-    except BaseException as error:
-        if os.getpid() == parent and not isinstance(error, OSError):
-            end_s = time.monotonic() + START_TIMEOUT_S
-            while not (pid := struct.unpack("q", place[8:])[0]) and time.monotonic() < end_s:
-                time.sleep(0.01)
-            if pid:
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-        raise
-
-
-def try_in_fork(dataset: Indexed, positions: Iterable[int], *, limit_s: float) -> int:
+def try_in_fork(dataset: Any, positions: Iterable[int], *, limit_s: float) -> int:
     """Read these samples in a forked process, and return how many it had read within ``limit_s``.
 
     Errors are ignored, because the caller reads the samples again. Raises DataError if one of them terminates that
@@ -151,18 +131,36 @@ def try_in_fork(dataset: Indexed, positions: Iterable[int], *, limit_s: float) -
     return done
 
 
+def first_samples(dataset: AnyDataset, most: int, left_out: Collection[int] = ()) -> Iterator[Sample]:
+    """Yield at most ``most`` readable samples, none of them in ``left_out``; fewer if they are slow to read.
+
+    Raises DataError if one terminates the process that tries it.
+    """
+    positions = list(islice((i for i in range(length_of(dataset) or 0) if i not in left_out), most))
+    if not isinstance(dataset, TensorDataset):
+        tried = try_in_fork(dataset, positions, limit_s=FIRST_SAMPLES_LIMIT_S)
+        positions = positions[: max(1, tried)]
+    for position in positions:
+        try:
+            sample = dataset[position]
+        except TrainwrightError:
+            raise
+        except (Exception, SystemExit):
+            # training raises this error with the sample's id, unless the sample is in the checkpoint's quarantine
+            continue
+        yield sample
+
+
 def is_of_cuda(error: BaseException) -> bool:
     """Return True if the error may come from a forked process that cannot use the GPU of its parent."""
     return isinstance(error, RuntimeError) and "CUDA" in text_of(error)
 
 
-def _run_reader(read: Callable[[Begin], Iterator[T]], place: mmap.mmap, fd: int, limit_s: float) -> NoReturn:
-    """Run in the forked process; never returns."""
+def _run_reader(read: Callable[[Begin], Iterator[T]], place: mmap.mmap, pipe: Connection, limit_s: float) -> NoReturn:
     try:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, limit_s + SELF_EXIT_DELAY_S)
         torch.set_num_threads(1)
-        pipe = Connection(fd, readable=False)
         try:
             for value in read(lambda position: _write_position(place, position)):
                 pipe.send_bytes(_pickled(("value", value)))
@@ -202,8 +200,7 @@ def _read_position(place: mmap.mmap) -> int:
     return position
 
 
-def _death_error(status: int, position: int) -> DataError:
-    code = os.waitstatus_to_exitcode(status)
+def _death_error(code: int, position: int) -> DataError:
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     if position == _NO_POSITION:
         return DataError(f"a process that reads the data {how}", remedy=_OPEN_ONE_REMEDY)

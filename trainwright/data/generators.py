@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import singledispatch
 
 import numpy as np
 import torch
@@ -182,30 +181,15 @@ def _parts(source: object) -> list[object]:
 _SEEDED = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
 
 
-@singledispatch
-def _seed(generator: object, _seed: int) -> None:
-    """Seed a generator in place; each class of generators has a function below."""
-    raise TypeError(f"{type(generator).__name__} is not seeded")
-
-
-@_seed.register
-def _(generator: torch.Generator, seed: int) -> None:
-    generator.manual_seed(seed)
-
-
-@_seed.register
-def _(generator: random.Random, seed: int) -> None:
-    generator.seed(seed)
-
-
-@_seed.register
-def _(generator: np.random.RandomState, seed: int) -> None:
-    generator.seed(seed % 2**32)
-
-
-@_seed.register
-def _(generator: np.random.Generator, seed: int) -> None:
-    generator.bit_generator.state = type(generator.bit_generator)(seed).state
+def _seed(generator: object, seed: int) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed)
+    elif isinstance(generator, random.Random):
+        generator.seed(seed)
+    elif isinstance(generator, np.random.RandomState):
+        generator.seed(seed % 2**32)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = type(generator.bit_generator)(seed).state
 
 
 def _state_of(generator: object) -> Tree:

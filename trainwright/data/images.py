@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from trainwright.errors import UsageError, import_optional, suggest_file
+from trainwright.errors import UsageError, import_optional, require_choice, suggest_file
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 
@@ -128,8 +128,7 @@ def digits(split: Split = "train", *, val_share: float = 0.2, augment: bool = Fa
 
     Raises MissingExtra without scikit-learn.
     """
-    if split not in ("train", "val"):
-        raise UsageError(f'split must be "train" or "val"; got {split!r}', remedy='try split="train"')
+    require_choice("split", split, get_args(Split))
     if not 0 < val_share < 1:
         raise UsageError(f"val_share must be in (0, 1); got {val_share}", remedy="try val_share=0.2")
     datasets = import_optional("sklearn.datasets", needed_for="digits", package="scikit-learn")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import chain, count, islice
 from typing import NamedTuple, TypeVar
 
@@ -13,85 +13,30 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import IterableDataset
 
 from trainwright.checkpoint.batch_cut import rows_of_rank
 from trainwright.checkpoint.cursor import BadSample, Cursor, Ids, MicroBatch, StepBatch
 from trainwright.data.fetch import (
     AnyDataset,
     Batch,
-    Collate,
     Failed,
     Fetch,
     Fetched,
     FetchStream,
     Key,
-    OnBadSample,
     is_sliced,
     keys_of_rank,
 )
+from trainwright.data.fetch import (
+    Loading as Loading,
+)
 from trainwright.data.read_files import FilesOrder, OpenFiles
 from trainwright.data.ready_batches import ReadyBatches, ReadyStream, Say, comparison_message, silent
-from trainwright.data.sample_order import LoaderOrder, UserOrder, epoch_order, regrouped
+from trainwright.data.sample_order import UserOrder, epoch_order, regrouped
 from trainwright.data.unwrap import length_of
-from trainwright.data.workers import WorkerInit, Workers, read_in_workers
+from trainwright.data.workers import read_in_workers
 from trainwright.errors import DataError, UsageError
-
-
-@dataclass(frozen=True)
-class Loading:
-    """Settings for reading samples and making batches of them.
-
-    Attributes:
-        batch_size: Samples per optimizer step.
-        micro_size: Samples per micro-batch.
-        seed: Seed of order and samples.
-        shuffle: Shuffle the samples of each epoch.
-        drop_last: Drop a last batch that is not full.
-        workers: Number of worker processes; for ``prefetch``, ``timeout_s``, ``worker_init`` and ``start_method`` see
-            ``Workers``.
-        pin_memory: Pin the memory of batches.
-        device: Device of the batches.
-        collate: Makes a batch of samples.
-        epochs: Number of epochs; None: endless.
-        quarantine: Dataset positions that are never trained on.
-        on_bad_sample: "quarantine" adds an unreadable sample to the quarantine, "stop" ends the run.
-        every: Read each ``every``-th batch of an epoch.
-        order: Order of a sampler of the user.
-        live: At the start of an epoch, the user's loader draws from the random generators of the process, as in a plain
-            loop. If False, it draws from generators that are seeded by (seed, epoch).
-        loader: With ``live``, the order of a DataLoader.
-        joined: Number of batches that form one step, if ``order`` yields batches or the batches are ready-made.
-        rank: Index of the part of each step that this rank reads. Ready-made batches are divided by rows.
-        ranks: Number of parts of a step.
-        exact: A step has the same micro-batches on any number of ranks.
-    """
-
-    batch_size: int
-    micro_size: int
-    seed: int = 0
-    shuffle: bool = True
-    drop_last: bool = False
-    workers: int = 0
-    prefetch: int = 2
-    timeout_s: float | None = None
-    worker_init: WorkerInit | None = None
-    start_method: str | None = None
-    pin_memory: bool = False
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    collate: Collate = default_collate
-    epochs: int | None = None
-    quarantine: frozenset[int] = frozenset()
-    on_bad_sample: OnBadSample = "stop"
-    every: int = 1
-    order: UserOrder | None = None
-    live: bool = False
-    loader: LoaderOrder | None = None
-    joined: int = 1
-    rank: int = 0
-    ranks: int = 1
-    exact: bool = False
-
 
 AT_ONCE, AT_ONCE_BYTES = 32, 2**20
 """Maximum number of steps whose batches are made together from tensors in memory, and their maximum total size."""
@@ -154,13 +99,8 @@ class StepBatches:
     def _ready(self) -> Iterator[StepBatch | None]:
         """Yield the steps, and None after the last one of an epoch."""
         loading = self.loading
-        seed = loading.seed
-        epochs = loading.epochs
-        shared = loading.ranks > 1  # then ranks compare every step, so the digest must cover all batches
-        stream = ReadyStream(
-            self.dataset, self.cursor, seed=seed, epochs=epochs, say=self.say, covers_all=shared, live=loading.live
-        )
-        for step in stream.steps(loading.joined):
+        stream = ReadyStream(self.dataset, self.cursor, loading, self.say)
+        for step in stream.steps():
             if step is None:
                 self._compare_length(self.dataset.kind, self.dataset.size, stream.number, "batches")
                 yield None
@@ -169,7 +109,7 @@ class StepBatches:
             self.resumed = stream.resumed
             if loading.ranks > 1:
                 of_all = np.concatenate([batch.ids for batch in batches])
-                batches = [_share(batch, loading) for batch in batches]
+                batches = [_rows_of_this_rank(batch, loading) for batch in batches]
             if loading.device.type != "cpu":
                 batches = [MicroBatch(to_device(batch.data, loading.device), batch.ids) for batch in batches]
             yield StepBatch(tuple(batches), cursor, of_all=of_all)
@@ -193,18 +133,13 @@ class StepBatches:
             if len(fetched.ids) or not fetched.key.counted:
                 window.append(MicroBatch(to_device(fetched.data, self.loading.device), fetched.ids))
             if fetched.key.closes and window:
-                cursor = self._with_start(fetched.key.cursor)
+                cursor = replace(fetched.key.cursor, start=self._start)
                 yield StepBatch(tuple(window), cursor, tuple(bad), fetched.key.of_all, read_s)
                 window = []
                 bad = []
                 read_s = 0.0
         if bad and self.loading.epochs is None:
             raise _none_left(bad)
-
-    def _with_start(self, cursor: Cursor) -> Cursor:
-        return (
-            cursor if self._start is None else Cursor(cursor.epoch, cursor.position, cursor.digest, start=self._start)
-        )
 
     def _fetched(self, found: Set[int]) -> Iterator[Fetched | Failed | None]:
         """Yield the micro-batches in order, and None after an epoch that is read in this process.
@@ -216,16 +151,17 @@ class StepBatches:
             stream = FetchStream(self.dataset, start=self.cursor, settings=loading)
             if loading.workers == 0:
                 return self._seeding_workers(_pinned(iter(stream), loading))
-            return self._seeding_workers(read_in_workers(stream, None, _one_worker(loading)))
+            return self._seeding_workers(read_in_workers(stream, None, replace(loading, workers=1)))
         source = Fetch(self.dataset, seed=loading.seed, collate=loading.collate, on_bad_sample=loading.on_bad_sample)
         epochs = self.epochs(found)
         if loading.workers == 0:
             return _pinned(_one_by_one(source, epochs), loading)
-        how = _one_worker(loading) if isinstance(self.dataset, OpenFiles) else _workers(loading)
+        if isinstance(self.dataset, OpenFiles):  # each further worker would also read the files completely
+            loading = replace(loading, workers=1)
         keys = chain.from_iterable(
-            epochs if loading.loader is None else _padded_epochs(epochs, how.count * how.prefetch)
+            epochs if loading.loader is None else _padded_epochs(epochs, loading.workers * loading.prefetch)
         )
-        return _without(found, read_in_workers(source, keys, how), source)
+        return _without(found, read_in_workers(source, keys, loading), source)
 
     def _seeding_workers(self, fetched: Iterator[Fetched | Failed]) -> Iterator[Fetched | Failed]:
         """Yield the batches of a stream.
@@ -376,10 +312,10 @@ class StepBatches:
                 start = stop
 
 
-def _share(whole: MicroBatch, loading: Loading) -> MicroBatch:
-    """Return the rows of this rank. Raises DataError for a ready-made batch that ranks cannot share."""
+def _rows_of_this_rank(batch: MicroBatch, loading: Loading) -> MicroBatch:
+    """Return the rows of this rank. Raises DataError for a ready-made batch that cannot be divided."""
     try:
-        return rows_of_rank(whole, loading.rank, loading.ranks)
+        return rows_of_rank(batch, loading.rank, loading.ranks)
     except UsageError as error:
         raise DataError(
             f"{loading.ranks} ranks share the rows of a ready batch, and this has none to share: {error.message}",
@@ -402,22 +338,6 @@ class _Planned(NamedTuple):
 
 def _used_ids(ids: Ids, kept: NDArray[np.bool_] | None) -> Ids:
     return ids if kept is None else ids[kept]
-
-
-def _workers(loading: Loading) -> Workers:
-    return Workers(
-        loading.workers,
-        loading.prefetch,
-        loading.timeout_s,
-        loading.worker_init,
-        loading.start_method,
-        loading.pin_memory,
-    )
-
-
-def _one_worker(loading: Loading) -> Workers:
-    """Return settings with one worker, because each further worker would also read sequential data completely."""
-    return _workers(replace(loading, workers=1))
 
 
 def _without(found: Set[int], batches: Iterator[Fetched | Failed], source: Fetch) -> Iterator[Fetched | Failed]:
@@ -549,21 +469,18 @@ class EvaluationBatches:
 
     @property
     def count(self) -> int | None:
-        """The number of batches; None for a stream of unknown length."""
-        count = self._whole
+        """The number of batches, at most ``limit``; None without a limit for a stream of unknown length."""
+        count = self._unlimited_count
         return count if self.limit is None or (count or math.inf) < self.limit else self.limit
 
     @property
-    def _whole(self) -> int | None:
-        dataset = self.steps.dataset
-        order = self.steps.loading.order
-        batch_size = self.steps.loading.batch_size
+    def _unlimited_count(self) -> int | None:
+        dataset, order = self.steps.dataset, self.steps.loading.order
         if isinstance(dataset, ReadyBatches):
             return dataset.size
-        if order is not None and order.in_batches:
-            return order.size
         size = length_of(dataset) if order is None else order.size
-        return None if size is None else math.ceil(size / batch_size)
+        is_in_batches = order is not None and order.in_batches
+        return size if size is None or is_in_batches else math.ceil(size / self.steps.loading.batch_size)
 
     def part(self, count: int) -> EvaluationBatches:
         """Return at most ``count`` of these batches, always the same: evenly spaced, or the first ones of a stream."""

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_convert
 
-from trainwright.checkpoint.codec import Tree, encode
+from trainwright.checkpoint.codec import INTEGERS, Tree, encode
 from trainwright.checkpoint.cursor import Cursor, EpochStart, MicroBatch, StreamState, count_rows
 from trainwright.checkpoint.rng import RngBag, seed_of
-from trainwright.data.fetch import Batch
+from trainwright.data.fetch import Batch, Loading
 from trainwright.data.generators import HeldGenerators, UserGenerators, prepare_epoch, set_epoch
 from trainwright.data.workers import preserved_sigchld
 from trainwright.errors import DataError, text_of
@@ -260,8 +260,6 @@ def silent(line: str) -> None:
 
 
 class _StateAccess(NamedTuple):
-    """Functions that read and load the state of a loader or its iterator."""
-
     read: Callable[[], Tree]
     load: Callable[[Tree], object]
 
@@ -285,43 +283,30 @@ class ReadyStream:
     again.
 
     A resume within an epoch loads the state of the iterator, if it has one that a checkpoint can store; else the
-    batches before the cursor are read again and dropped. ``resumed`` describes the outcome. ``covers_all``: the digest
-    covers every batch, else some of them.
+    batches before the cursor are read again and dropped. ``resumed`` describes the outcome. Ranks compare every step,
+    so with several ranks the digest covers every batch, else some of them.
     """
 
-    def __init__(
-        self,
-        source: ReadyBatches,
-        start: Cursor,
-        *,
-        seed: int,
-        epochs: int | None,
-        say: Say,
-        covers_all: bool = False,
-        live: bool = False,
-    ) -> None:
+    def __init__(self, source: ReadyBatches, start: Cursor, loading: Loading, say: Say) -> None:
         self.source = source
         self.start = start
-        self.seed = seed
-        self.epochs = epochs
+        self.loading = loading
         self.say = say
-        self._live = live
-        self._covers_all = covers_all
-        self._generators = UserGenerators(seed)
+        self._generators = UserGenerators(loading.seed)
         self.resumed = ""
         self.number = 0  # batches in the last epoch that ended
         self._messages: set[str] = set()
 
-    def steps(self, joined: int) -> Iterator[tuple[list[MicroBatch], Cursor] | None]:
+    def steps(self) -> Iterator[tuple[list[MicroBatch], Cursor] | None]:
         """Yield the batches of each step, ``joined`` of them or the rest of an epoch, and None after each epoch."""
-        first = self.start.epoch
-        for epoch in count(first) if self.epochs is None else range(first, self.epochs):
+        first, end = self.start.epoch, self.loading.epochs
+        for epoch in count(first) if end is None else range(first, end):
             one = self._started_pass(epoch)
             is_empty = one.position == 0
-            while window := [batch for _ in range(joined) if (batch := one.next()) is not None]:
+            while window := [batch for _ in range(self.loading.joined) if (batch := one.next()) is not None]:
                 is_empty = False
                 yield window, one.cursor()
-            if self.source.once and self.epochs is None:
+            if self.source.once and end is None:
                 self.say(
                     f"the data can be iterated once, and gave {one.number:,} batches; to go on, {REPEATABLE_REMEDY}"
                 )
@@ -349,16 +334,16 @@ class ReadyStream:
     def _pass(self, epoch: int, state: StreamState | None = None) -> Pass:
         start = self.start
         is_resumed = epoch == start.epoch and start.position > 0
-        covers_all = self._covers_all or (is_resumed and not start.digest.endswith(SPARSE))
+        covers_all = self.loading.ranks > 1 or (is_resumed and not start.digest.endswith(SPARSE))
         return Pass(
             self.source,
-            self.seed,
+            self.loading.seed,
             epoch,
             self._say_once,
             state,
             covers_all=covers_all,
             generators=self._generators,
-            live=self._live and not is_resumed,
+            live=self.loading.live and not is_resumed,
             start=start.start if is_resumed else None,
         )
 
@@ -386,7 +371,6 @@ def comparison_message(what: str, reached: int, is_same: bool, start: Cursor) ->
 
 
 def _row(data: Batch) -> Batch:
-    """Return the first row of every tensor in a nested batch."""
     if isinstance(data, Tensor):
         return data[0] if data.dim() else data
     if isinstance(data, tuple | list):
@@ -457,6 +441,6 @@ def _some_values(tensor: Tensor) -> bytes:
     if plain.is_conj() or plain.is_neg():
         plain = plain.resolve_conj().resolve_neg()
     if plain.dtype not in _NUMPY_DTYPES:
-        plain = plain.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[plain.element_size()])
+        plain = plain.view(INTEGERS[plain.element_size()])
     flat = plain.numpy().ravel(order="K")
     return flat[:: -(-len(flat) // MAX_VALUES_COMPARED)].tobytes()

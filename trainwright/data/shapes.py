@@ -8,13 +8,13 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from trainwright.errors import UsageError
+from trainwright.errors import UsageError, require_choice
 
 Split: TypeAlias = Literal["train", "val"]
 Task: TypeAlias = Literal["classify", "segment"]
@@ -91,10 +91,8 @@ def shapes(
 
     Raises UsageError for a value that cannot be used.
     """
-    if split not in ("train", "val"):
-        raise UsageError(f'split must be "train" or "val"; got {split!r}', remedy='try split="train"')
-    if task not in ("classify", "segment"):
-        raise UsageError(f'task must be "classify" or "segment"; got {task!r}', remedy='try task="classify"')
+    require_choice("split", split, get_args(Split))
+    require_choice("task", task, get_args(Task))
     if min(count, figures) < 1 or size < 8:
         raise UsageError(f"count={count}, size={size} and figures={figures} are too small", remedy="try size=32")
     if task == "classify" and figures > 1:

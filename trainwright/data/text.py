@@ -12,7 +12,7 @@ import os
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 import torch
@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from trainwright.errors import UsageError, suggest_file
+from trainwright.data.padding import IGNORE
+from trainwright.errors import UsageError, require_choice, suggest_file
 
 Split: TypeAlias = Literal["train", "val"]
 SKIPPED_FOLDERS = ("test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__")
@@ -134,8 +135,7 @@ class CharText(Dataset[tuple[Tensor, Tensor]]):
 
 
 def _check(split: str, block_size: int, val_share: float, stride: int) -> None:
-    if split not in ("train", "val"):
-        raise UsageError(f'split must be "train" or "val"; got {split!r}', remedy='try split="train"')
+    require_choice("split", split, get_args(Split))
     if block_size < 1 or stride < 0:
         raise UsageError(
             f"block_size and stride are counts, at least 1 and 0; got {block_size} and {stride}",
@@ -236,11 +236,8 @@ def text_file(
     return CharText(text, split=split, block_size=block_size, val_share=val_share, stride=stride)
 
 
-IGNORE = -100
-"""Target of a position that is not predicted."""
 MASKED_FRACTION, REPLACED_FRACTION = 0.8, 0.1
-"""Fractions of the chosen characters that are masked, and replaced by a random one; the rest stays (BERT, 3.1).
-"""
+"""Fractions of the chosen characters that are masked, and replaced by a random one; the rest stays (BERT, 3.1)."""
 
 
 class MaskedText(Dataset[tuple[Tensor, Tensor]]):

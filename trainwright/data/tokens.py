@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from trainwright.data.padding import IGNORE
 from trainwright.errors import UsageError
 
-IGNORE = -100
-"""A target that no loss counts."""
 MAX_IDS_SCANNED = 2**28
 """Files of up to this many ids are read once to find the largest, which takes half a second."""
 _DTYPES = ("uint8", "uint16", "uint32", "int16", "int32", "int64")

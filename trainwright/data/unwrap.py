@@ -25,14 +25,13 @@ from torch.utils.data import (
     default_collate,
 )
 
-from trainwright.data.fetch import AnyDataset, Collate, Sample
+from trainwright.data.fetch import AnyDataset, Collate, Sample, WorkerInit
 from trainwright.data.generators import HeldGenerators, prepare_epoch, seeded
 from trainwright.data.mixture import Mixture
 from trainwright.data.padding import TokenRows, is_token_samples
 from trainwright.data.read_files import OpenFiles
 from trainwright.data.ready_batches import PROGRESS_S, Pass, ReadyBatches, silent
 from trainwright.data.sample_order import LoaderOrder, UserOrder
-from trainwright.data.workers import WorkerInit
 from trainwright.errors import Problem, RecipeError, UsageError, text_of
 from trainwright.plan.batch import UserBatches
 from trainwright.plan.make import RunFacts
@@ -275,7 +274,9 @@ def _unwrap_loader(loader: DataLoader[Sample]) -> Unwrapped:
     order = None
     if batch_size is None:
         order = UserOrder(loader.batch_sampler, in_batches=True)  # type: ignore[arg-type]
-    elif not (_shuffles_all(sampler) or _is_plain(sampler) or isinstance(loader.dataset, IterableDataset)):
+    elif not (
+        _shuffles_all(sampler) or type(sampler) is SequentialSampler or isinstance(loader.dataset, IterableDataset)
+    ):
         order = UserOrder(sampler)
     if order is not None and not _gives_positions(order):
         return Unwrapped(ReadyBatches(loader))
@@ -283,6 +284,9 @@ def _unwrap_loader(loader: DataLoader[Sample]) -> Unwrapped:
     own = LoaderOrder(loader, loader.batch_sampler if in_batches else sampler, in_batches=in_batches)  # type: ignore[arg-type]
     if order is not None:
         own.repeats = order.repeats
+    not_used = {}
+    if not loader.in_order:
+        not_used["in_order=False"] = "batches come in their order, so that the run can be resumed"
     context = loader.multiprocessing_context
     return Unwrapped(
         loader.dataset,
@@ -297,7 +301,7 @@ def _unwrap_loader(loader: DataLoader[Sample]) -> Unwrapped:
         context.get_start_method() if isinstance(context, BaseContext) else context,
         order,
         None if isinstance(loader.dataset, OpenFiles) else own,
-        dict(_not_used(loader)),
+        not_used,
     )
 
 
@@ -318,15 +322,6 @@ def _gives_positions(order: UserOrder) -> bool:
             f"the sampler raised {text_of(error, lines=1)}", remedy="iterate over it by hand: list(loader.sampler)"
         ) from error
     return True
-
-
-def _not_used(loader: DataLoader[Sample]) -> Iterator[tuple[str, str]]:
-    if not loader.in_order:
-        yield "in_order=False", "batches come in their order, so that the run can be resumed"
-
-
-def _is_plain(sampler: object) -> bool:
-    return type(sampler) is SequentialSampler
 
 
 def _shuffles_all(sampler: object) -> bool:

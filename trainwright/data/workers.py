@@ -25,54 +25,42 @@ from types import SimpleNamespace, TracebackType
 import torch
 from torch.utils.data import DataLoader
 
-from trainwright.data.fetch import Batch, Failed, Fetch, Fetched, FetchStream, InProgress, Key
+from trainwright.data.fetch import (
+    LEAVE_OUT_REMEDY,
+    Batch,
+    Failed,
+    Fetch,
+    Fetched,
+    FetchStream,
+    InProgress,
+    Key,
+    Loading,
+    WorkerInit,
+)
 from trainwright.errors import DataError, text_of
 
 POLL_S = 0.5
 """Seconds between two checks of the workers while the trainer waits."""
-WorkerInit = Callable[[int], object]
-LEAVE_OUT_REMEDY = "open it with dataset[i] and repair it, or leave it out with data.quarantine: [i]"
-
-
-@dataclass(frozen=True)
-class Workers:
-    """Settings of worker processes.
-
-    Attributes:
-        count: Number of processes.
-        prefetch: Number of micro-batches that each reads ahead.
-        timeout_s: Maximum time that the trainer waits for a process; None: forever.
-        init: ``init(worker)`` is called in each process when it starts.
-        context: Start method of multiprocessing; None: Python's default.
-        pin_memory: Pin the memory of batches.
-    """
-
-    count: int
-    prefetch: int = 2
-    timeout_s: float | None = None
-    init: WorkerInit | None = None
-    context: str | None = None
-    pin_memory: bool = False
 
 
 def read_in_workers(
-    source: Fetch | FetchStream, keys: Iterator[Key] | None, how: Workers
+    source: Fetch | FetchStream, keys: Iterator[Key] | None, loading: Loading
 ) -> Iterator[Fetched | Failed]:
     """Yield the items of ``source`` for ``keys`` (None: a stream), in order.
 
     Raises DataError, which names the sample, if a worker dies or a micro-batch does not arrive in time.
     """
-    source.in_progress = InProgress(how.count)
+    source.in_progress = InProgress(loading.workers)
     requested: deque[Key] = deque()
     earlier = set(multiprocessing.active_children())
     with preserved_sigchld():
-        fetched = _started(source, None if keys is None else _recorded(keys, requested), how)
+        fetched = _started(source, None if keys is None else _recorded(keys, requested), loading)
     watch = _Watch(
         [each for each in multiprocessing.active_children() if each not in earlier], source.in_progress, requested
     )
     _READING.append(fetched)
     try:
-        while (batch := _next(fetched, watch, how.timeout_s)) is not None:
+        while (batch := _next(fetched, watch, loading.timeout_s)) is not None:
             if requested:
                 requested.popleft()
             yield batch
@@ -94,32 +82,36 @@ not tell its workers to end, and would wait 5 s for each.
 """
 
 
-def _started(source: Fetch | FetchStream, keys: Iterator[Key] | None, how: Workers) -> Iterator[Fetched | Failed]:
+def _started(source: Fetch | FetchStream, keys: Iterator[Key] | None, loading: Loading) -> Iterator[Fetched | Failed]:
+    start_method = loading.start_method or multiprocessing.get_start_method()
     with warnings.catch_warnings():  # more workers than cores is the user's choice
         warnings.filterwarnings("ignore", message="This DataLoader will create|Got pickle error")
         loader: DataLoader[Fetched | Failed] = DataLoader(
             source,
             batch_size=None,
-            sampler=None if keys is None else _OneIterator(keys),
-            num_workers=how.count,
-            prefetch_factor=how.prefetch,
-            pin_memory=how.pin_memory,
+            sampler=keys,
+            num_workers=loading.workers,
+            prefetch_factor=loading.prefetch,
+            pin_memory=loading.pin_memory,
             collate_fn=_identity,
             timeout=POLL_S,
-            worker_init_fn=partial(_begin, os.getpid(), how, source.in_progress),
-            multiprocessing_context=how.context,
+            worker_init_fn=partial(_begin, os.getpid(), start_method, loading.worker_init, source.in_progress),
+            multiprocessing_context=loading.start_method,
             generator=torch.Generator(),  # a separate one, so that the default generator does not change
         )
         try:
             return iter(loader)
         except (PicklingError, AttributeError, TypeError) as error:
-            collate = source.collate if isinstance(source, Fetch) else source.settings.collate
-            parts = {"dataset": source.dataset, "collate_fn": collate, "worker_init_fn": how.init}
+            parts = {
+                "dataset": source.dataset,
+                "collate_fn": loading.collate,
+                "worker_init_fn": loading.worker_init,
+            }
             at_fault = next(filter(None, starmap(_unpicklable, parts.items())), "")
             if not at_fault:
                 raise
             raise DataError(
-                f"{at_fault} cannot be pickled, as the start method {_start_method(how)!r} of workers requires: "
+                f"{at_fault} cannot be pickled, as the start method {start_method!r} of workers requires: "
                 f"{text_of(error, lines=1)}",
                 remedy="define functions at the top level of a module, and open files and locks at the first use in a "
                 'worker; or multiprocessing_context="fork" for the DataLoader; or num_workers=0',
@@ -145,20 +137,6 @@ def _unpicklable(name: str, value: object, depth: int = 0) -> str:
     if depth == MAX_PICKLED_DEPTH:
         return found
     return next((inner for path, part in parts.items() if (inner := _unpicklable(path, part, depth + 1))), found)
-
-
-def _start_method(how: Workers) -> str:
-    return how.context or multiprocessing.get_start_method()
-
-
-class _OneIterator:
-    """A sampler that returns the same endless iterator."""
-
-    def __init__(self, keys: Iterator[Key]) -> None:
-        self.keys = keys
-
-    def __iter__(self) -> Iterator[Key]:
-        return self.keys
 
 
 def _recorded(keys: Iterator[Key], requested: deque[Key]) -> Iterator[Key]:
@@ -272,20 +250,22 @@ def _named(ids: Sequence[int]) -> str:
 # functions used in a worker
 
 
-def _begin(trainer: int, how: Workers, in_progress: InProgress, worker: int) -> None:
+def _begin(
+    trainer: int, start_method: str, worker_init: WorkerInit | None, in_progress: InProgress, worker: int
+) -> None:
     """Put a worker into its own process group, so that Ctrl-C does not reach it, because the run decides when to stop.
 
     Ends a worker whose trainer was killed before torch's watchdog started, because it would never end. (Not checked
     with a fork server, which is the parent of all workers.)
     """
-    if os.getppid() != trainer and _start_method(how) != "forkserver":
+    if os.getppid() != trainer and start_method != "forkserver":
         os._exit(1)
     if hasattr(os, "setpgrp"):
         os.setpgrp()
     sys.excepthook = partial(_report, trainer, sys.excepthook)
     in_progress.start()
-    if how.init is not None:
-        how.init(worker)
+    if worker_init is not None:
+        worker_init(worker)
 
 
 def _report(

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from trainwright.assembly.assemble import Parts, at_recipe, build_dataset, build_model, compile_in_place
 from trainwright.assembly.stage_plan import StagedModel, ready_to_try, stage_plan
 from trainwright.checkpoint.shards import is_divided, local
-from trainwright.data.first_samples import first_samples
+from trainwright.data.fork import first_samples
 from trainwright.data.loading import to_device
 from trainwright.data.ready_batches import ReadyBatches
 from trainwright.distributed import RankMesh, choose_device

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 from trainwright.assembly.assemble import Parts
 from trainwright.checkpoint.cursor import StepBatch
 from trainwright.checkpoint.rng import preserved_rng
-from trainwright.data.first_samples import first_samples
+from trainwright.data.fork import first_samples
 from trainwright.data.padding import IGNORE
 from trainwright.data.unwrap import Unwrapped
 from trainwright.engine.loss import ModelLoss

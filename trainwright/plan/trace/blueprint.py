@@ -27,7 +27,7 @@ from trainwright.assembly.assemble import (
 )
 from trainwright.checkpoint.chained_optimizer import parts_of
 from trainwright.checkpoint.rng import preserved_rng
-from trainwright.data.first_samples import first_samples
+from trainwright.data.fork import first_samples
 from trainwright.data.ready_batches import ReadyBatches
 from trainwright.data.unwrap import Unwrapped
 from trainwright.engine.chunked import CHUNK_BYTES_ELSEWHERE, logits_bytes
