@@ -47,6 +47,7 @@ TREES: list[Any] = [
     {"dtypes": [torch.ones(3, dtype=d) for d in (torch.bfloat16, torch.float16, torch.float64, torch.uint8)]},
     {"odd": [torch.empty(0, 4), torch.tensor(math.nan), torch.tensor([-0.0, 0.0]), torch.ones(()).expand(3)]},
     torch.tensor(5),
+    {"precision": torch.bfloat16},
     [[], {}, (), ""],
     2**80,
 ]

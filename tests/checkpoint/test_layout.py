@@ -51,10 +51,6 @@ def test_a_tensor_that_does_not_fill_its_memory_comes_back_row_by_row(tensor: Te
     assert same_bits(back, tensor) and back.is_contiguous()
 
 
-def test_a_type_comes_back(tmp_path: Path) -> None:
-    assert through_a_file({"precision": torch.bfloat16, "x": torch.ones(1)}, tmp_path)["precision"] is torch.bfloat16  # type: ignore[index]
-
-
 class Conv(nn.Module):
     """One weight lies channels last, one is a transposed view."""
 
@@ -83,6 +79,7 @@ def trained(state: TrainState, steps: int) -> None:
         lambda p: AdamW(p, lr=0.1, fused=True),
         lambda p: SGD(p, lr=0.01, momentum=0.9, fused=True),
         lambda p: AdamW(p, lr=0.1, foreach=True),
+        lambda p: AdamW(p, lr=0.1, amsgrad=True),
     ],
 )
 def test_a_fused_step_after_a_resume_is_the_same_bits(make: Callable[[object], Optimizer], tmp_path: Path) -> None:

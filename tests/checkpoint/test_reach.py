@@ -26,8 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.checkpoint import reach
-from trainwright.checkpoint.reach import ReachableState
-from trainwright.checkpoint.state_parts import TensorData
+from trainwright.checkpoint.reach import ReachableState, TensorData
 
 COUNTED = [0]
 CALLS = 0

@@ -20,7 +20,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from tests.checkpoint.written import checkpoint
 from trainwright.checkpoint import remote
-from trainwright.checkpoint.manifest import name_of, verify, write_manifest
+from trainwright.checkpoint.manifest import _sum, name_of, verify, write_manifest
 from trainwright.checkpoint.remote import CheckpointCopies, fetch_run, require_writable
 from trainwright.checkpoint.store import Best, Retention, newest_valid, prune, write_best
 from trainwright.errors import CheckpointError, StorageError, UsageError
@@ -195,7 +195,7 @@ def test_whatever_fails_the_newest_complete_copy_loads(tmp_path: Path) -> None:
     folder = folder_of_run(tmp_path)
     Faulty.chosen, Faulty.faults = random.Random(1), 0
     complete, failed = 0, 0
-    for step in range(1, 101):
+    for step in range(1, 41):
         Faulty.chance = 0.3
         messages, url = copied(folder, f"faulty://{tmp_path}/bucket", [step])
         Faulty.chance = 0.0
@@ -210,8 +210,8 @@ def test_whatever_fails_the_newest_complete_copy_loads(tmp_path: Path) -> None:
             assert found is not None
             assert int(found.name[5:]) >= complete
             shutil.rmtree(other)
-    assert Faulty.faults > 200
-    assert failed > 3
+    assert Faulty.faults > 80
+    assert failed > 1
 
 
 def test_a_damaged_copy_is_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -234,15 +234,9 @@ def test_names_in_a_foreign_manifest_stay_in_the_folder(tmp_path: Path) -> None:
     body = json.loads(manifest.read_text())
     body["files"]["../../../evil"] = {"bytes": 1, "sha256": ""}
     body.pop("sha256")
-    manifest.write_text(json.dumps({**body, "sha256": remote_sum(body)}))
+    manifest.write_text(json.dumps({**body, "sha256": _sum(body)}))
     with pytest.raises(CheckpointError, match="no name of a file"):
         fetch_run(url, tmp_path / "other", print)
-
-
-def remote_sum(body: dict[str, Any]) -> str:
-    from trainwright.checkpoint.manifest import _sum
-
-    return _sum(body)
 
 
 def test_mistakes_name_their_remedy(tmp_path: Path) -> None:

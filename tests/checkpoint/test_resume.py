@@ -134,8 +134,9 @@ def assert_resumes(
         assert second.ledger.total == sum(bad in step for step in ids)
 
 
-@pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("optimizer", "name"), [*((each, "fp32") for each in OPTIMIZERS), ("adamw", "bf16"), ("adamw", "fp16")]
+)
 def test_every_optimizer_and_precision(tmp_path: Path, optimizer: str, name: PrecisionName) -> None:
     assert_resumes(tmp_path, optimizer, name, ema=True, bad=None, workers=0, at=6)
 

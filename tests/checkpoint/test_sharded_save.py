@@ -97,7 +97,7 @@ def work(rank):
 assert run(4, work) == [0] * 4
 path = folder / "step-00000005"
 sizes = [(path / f"rest-{rank:05d}.safetensors").stat().st_size for rank in range(4)]
-for ranks in (1, 2, 4, 8):
+for ranks in (1, 3, 8):
     assert loads_as(5, ranks) == [0] * ranks, ranks
 print(json.dumps({"files": sorted(each.name for each in path.iterdir()), "sizes": sizes}))
 """

@@ -49,7 +49,7 @@ def test_a_snapshot_has_a_copy_of_everything() -> None:
     state.optimizer.step()
     snapshot = capture(state, Staging())
     live = tensors_of(state)
-    assert {("model", name) for name in snapshot.model} | {("rest", name) for name in snapshot.rest} == set(live)
-    assert num_bytes(snapshot.model) + num_bytes(snapshot.rest) == num_bytes(live)
+    assert set(snapshot.tensors) == set(live)
+    assert num_bytes(snapshot.tensors) == num_bytes(live)
     pointers = {tensor.data_ptr() for tensor in live.values()}
-    assert not pointers & {tensor.data_ptr() for tensor in (*snapshot.model.values(), *snapshot.rest.values())}
+    assert not pointers & {tensor.data_ptr() for tensor in snapshot.tensors.values()}

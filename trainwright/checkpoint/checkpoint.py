@@ -21,7 +21,7 @@ import os
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -97,31 +97,29 @@ def _digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 _COUNTERS = ("step", "num_samples", "num_tokens", "elapsed_s", "fraction")
+_TRAINED_PREFIXES = ("optimizer.", "ema.", "training_weights.")  # of the part "rest"
 _SPARE_BYTES = 2**14  # for the manifest, headers and the folder itself
+
+
+TensorName: TypeAlias = tuple[str, str]
+"""The part ("model" or "rest") and the name of a tensor of a checkpoint."""
 
 
 @dataclass(frozen=True)
 class CheckpointData:
     """A state between two steps, ready to be written.
 
-    ``values`` is the content of state.json; ``trained`` has the names of the tensors in ``model`` that are trained.
+    ``values`` is the content of state.json; ``trained`` has the names of the model's tensors that are trained.
     """
 
     step: int
-    model: Mapping[str, Tensor]
-    rest: Mapping[str, Tensor]
+    tensors: Mapping[TensorName, Tensor]
     values: Mapping[str, Tree]
     trained: frozenset[str]
 
-    @property
-    def tensors(self) -> dict[TensorName, Tensor]:
-        """All tensors by part and name."""
-        parts = {"model": self.model, "rest": self.rest}
-        return {(part, name): each for part, tensors in parts.items() for name, each in tensors.items()}
-
-    def of_tensors(self, tensors: Mapping[TensorName, Tensor]) -> CheckpointData:
-        """Return the same contents with other tensors, such as copies on the host."""
-        return data_of(self.step, tensors, self.values, self.trained)
+    def part(self, name: str) -> dict[str, Tensor]:
+        """Return the tensors of "model" or "rest"."""
+        return {tensor: each for (part, tensor), each in self.tensors.items() if part == name}
 
 
 def capture(
@@ -133,25 +131,13 @@ def capture(
     is JSON about the run, stored unchanged. Raises CheckpointError for state that cannot be stored.
     """
     live = capture_live(state, run_metadata)
-    return live.of_tensors(staging.copy(live.tensors) if staging else on_host(live.tensors))
+    return replace(live, tensors=staging.copy(live.tensors) if staging else on_host(live.tensors))
 
 
 def capture_live(state: TrainState, run_metadata: Mapping[str, Tree] | None = None) -> CheckpointData:
     """Return the contents of a checkpoint of ``state`` with the live tensors, which may be on a device."""
     tensors, values = encoded_parts(state)
-    return data_of(state.step, tensors, {**values, "metadata": run_metadata or {}}, trained_names(state.model))
-
-
-TensorName: TypeAlias = tuple[str, str]
-"""The part ("model" or "rest") and the name of a tensor of a checkpoint."""
-
-
-def data_of(
-    step: int, tensors: Mapping[TensorName, Tensor], values: Mapping[str, Tree], trained: frozenset[str]
-) -> CheckpointData:
-    """Return the contents of a checkpoint, with its tensors grouped by part."""
-    parts = {part: {name: tensor for (of, name), tensor in tensors.items() if of == part} for part in ("model", "rest")}
-    return CheckpointData(step, parts["model"], parts["rest"], values, trained)
+    return CheckpointData(state.step, tensors, {**values, "metadata": run_metadata or {}}, trained_names(state.model))
 
 
 def tensors_of(state: TrainState) -> dict[TensorName, Tensor]:
@@ -234,17 +220,17 @@ def commit(snapshot: CheckpointData, folder: Path, best: Best | None = None, run
         StorageError: The checkpoint cannot be written, for example because a folder of another run has its name.
         CheckpointError: The state is not finite.
     """
-    require_finite(snapshot)
+    require_finite(snapshot.step, snapshot.tensors, snapshot.trained)
     values = values_as_text(snapshot.values)
     aside = draft_of_step(folder, snapshot.step, run)
     with storage_errors(aside):
-        needed = num_bytes(snapshot.model) + num_bytes(snapshot.rest) + len(values)
-        begin_draft(aside, folder / name_of(snapshot.step), run, needed)
-        frozen = frozen_part(snapshot.model, snapshot.trained)
+        begin_draft(aside, folder / name_of(snapshot.step), run, num_bytes(snapshot.tensors) + len(values))
+        model = snapshot.part("model")
+        frozen = frozen_part(model, snapshot.trained)
         digest = write_frozen(frozen, aside, checkpoints(folder, run)) if frozen else None
-        own = {name: each for name, each in snapshot.model.items() if name not in frozen}
-        write_tensors(own, aside / "model.safetensors")
-        write_tensors(snapshot.rest, aside / "rest.safetensors")
+        trained = {name: each for name, each in model.items() if name not in frozen}
+        write_tensors(trained, aside / "model.safetensors")
+        write_tensors(snapshot.part("rest"), aside / "rest.safetensors")
         (aside / "state.json").write_text(values, "utf-8")
         written = write_manifest(aside, snapshot.step, asdict(best) if best else None, run, frozen=digest)
         return put_in_place(aside, folder / name_of(snapshot.step), run), written
@@ -399,20 +385,20 @@ def mismatches(state: TrainState, path: Path) -> list[str]:
     ]
 
 
-def require_finite(snapshot: CheckpointData) -> None:
+def require_finite(step: int, tensors: Mapping[TensorName, Tensor], trained: Collection[str]) -> None:
     """Raise CheckpointError if any tensor has NaN, or if a trained weight, an average or a moment has infinity.
 
     Other tensors may have infinity, as masks do.
     """
-    masks = snapshot.model.keys() - snapshot.trained
-    poisoned = [name for name, each in snapshot.model.items() if not _is_finite(each, or_infinite=name in masks)]
-    own = ("optimizer.", "ema.", "training_weights.")
-    rest = snapshot.rest.items()
-    poisoned += [name for name, each in rest if not _is_finite(each, or_infinite=not name.startswith(own))]
+    poisoned = []
+    for (part, name), each in tensors.items():
+        may_be_infinite = name not in trained if part == "model" else not name.startswith(_TRAINED_PREFIXES)
+        if not _is_finite(each, or_infinite=may_be_infinite):
+            poisoned.append(name)
     if poisoned:
         more = f" and {len(poisoned) - 3} more" if len(poisoned) > 3 else ""
         raise CheckpointError(
-            f"the state of step {snapshot.step} is not finite: {', '.join(poisoned[:3])}{more}",
+            f"the state of step {step} is not finite: {', '.join(poisoned[:3])}{more}",
             remedy="resume with a lower learning rate or in fp32; older checkpoints are intact",
         )
 

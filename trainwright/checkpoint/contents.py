@@ -52,14 +52,14 @@ def violations(value: Tree, rule: Rule, path: str) -> Iterator[str]:
         case Maybe(rule=inner) if value is not None and value != {}:
             yield from violations(value, inner, path)
         case Kind(name=name, holds=holds) if not holds(value):
-            yield f"{path} is {_brief(value)}, not {name}"
+            yield f"{path} is {brief(value)}, not {name}"
         case list() if not isinstance(value, list | tuple):
-            yield f"{path} is {_brief(value)}, not a list"
+            yield f"{path} is {brief(value)}, not a list"
         case list():
             for index, each in enumerate(value):
                 yield from violations(each, rule[0], f"{path}.{index}")
         case dict() if not isinstance(value, dict):
-            yield f"{path} is {_brief(value)}, not a mapping"
+            yield f"{path} is {brief(value)}, not a mapping"
         case dict():
             for key, below in rule.items():
                 yield from _violations_below(value, key, below, path)
@@ -75,7 +75,8 @@ def _violations_below(value: Mapping[str, Tree], key: str, rule: Rule, path: str
         yield f"{path} has no {name!r}"
 
 
-def _brief(value: Tree) -> str:
+def brief(value: Tree) -> str:
+    """Return a short text of a value."""
     if isinstance(value, Tensor | StoredTensor):
         return f"a tensor of {tuple(value.shape)}"
     text = repr(value)

@@ -72,6 +72,7 @@ def _prevented_here() -> list[str] | None:
     return found
 
 
+@functools.cache
 def _preventing(original: Callable[..., Any], name: str, is_effect: Callable[..., bool]) -> Callable[..., Any]:
     what = "it opens a file to write" if name.endswith("open") else f"it calls {name}"
 
@@ -162,7 +163,7 @@ class _Patches:
                 original = getattr(owner, name, None)
                 if original is not None:  # else this system does not have it
                     full_name = prefix if name.startswith("_") else prefix + name
-                    self._replace(owner, name, original, _cached(original, full_name, is_effect))
+                    self._replace(owner, name, original, _preventing(original, full_name, is_effect))
         self._replace(logging.Logger, "handle", logging.Logger.handle, _handle_of(logging.Logger.handle))
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
@@ -186,11 +187,6 @@ class _Patches:
 
 
 _patches = _Patches()
-
-
-@functools.cache
-def _cached(original: Callable[..., Any], name: str, is_effect: Callable[..., bool]) -> Callable[..., Any]:
-    return _preventing(original, name, is_effect)
 
 
 @functools.cache

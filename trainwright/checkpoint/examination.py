@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trainwright.checkpoint.codec import StateDict, Tree, same_bits
-from trainwright.checkpoint.contents import PARTS, Contents, read_contents
+from trainwright.checkpoint.contents import PARTS, Contents, brief, read_contents
 from trainwright.checkpoint.manifest import NAME, read_manifest, read_state, step_of, verify
 from trainwright.checkpoint.stored import read_whole
 from trainwright.checkpoint.tensor_file import open_tensors
@@ -140,9 +140,4 @@ def _unequal(path: str, one: Tree, two: Tree) -> Iterator[CheckpointDifference]:
         for i, (first, second) in enumerate(zip(one, two)):
             yield from _unequal(f"{path}.{i}", first, second)
     elif repr(one) != repr(two):
-        yield CheckpointDifference(path, f"{_brief(one)} and {_brief(two)}")
-
-
-def _brief(value: Tree) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."
+        yield CheckpointDifference(path, f"{brief(one)} and {brief(two)}")

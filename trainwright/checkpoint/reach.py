@@ -25,6 +25,7 @@ import io
 import mmap
 import operator
 import pathlib
+import pickle
 import queue
 import random
 import re
@@ -33,11 +34,13 @@ import subprocess
 import sys
 import sysconfig
 import threading
+import time
 import types
 import uuid
 import weakref
+from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import islice
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
@@ -48,31 +51,511 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.optim import Optimizer, optimizer
 
+from trainwright.checkpoint.codec import same_bits
 from trainwright.checkpoint.effects import acts_outside
 from trainwright.checkpoint.shards import is_divided
-from trainwright.checkpoint.state_parts import (
-    ArrayData,
-    Bindings,
-    Cell,
-    ClassAttributes,
-    ContextVariable,
-    Elements,
-    EmptyDicts,
-    Gradient,
-    Length,
-    MemoryFile,
-    OwnedItems,
-    RandomState,
-    Sequenced,
-    Settings,
-    Slots,
-    StatePart,
-    TensorData,
-    Values,
-    Witness,
-    pickled,
-    sample_of,
-)
+
+SAMPLED_ELEMENTS = 256  # elements that are compared of a tensor or array too large to be copied
+MAX_PICKLED_BYTES, MAX_PICKLE_S = 65536, 2e-3
+
+
+class StatePart(ABC):
+    """The captured content of one object, ``owner``."""
+
+    owner: Any
+
+    @property
+    def is_empty(self) -> bool:
+        """True if there was nothing to capture."""
+        return False
+
+    @property
+    def key(self) -> Hashable:
+        """Key of the object, equal for two parts of one object. The part keeps the object alive, so no id is reused."""
+        return type(self), id(self.owner)
+
+    @abstractmethod
+    def put_back(self) -> bool:
+        """Restore the content of the object if it has changed. Returns True if the object has the content now."""
+
+    def again(self) -> StatePart:
+        """Capture the current content of the same object."""
+        return type(self)(self.owner)  # type: ignore[call-arg]
+
+
+class _Marker: ...
+
+
+ABSENT, LEFT = _Marker(), _Marker()
+"""Placeholders for a name without a value, and for a value that is not captured and that ``put_back`` leaves unchanged.
+"""
+
+
+class Bindings(StatePart):
+    """Names bound to values. This class handles global names of a Python module, subclasses handle other namespaces."""
+
+    def __init__(self, owner: Any, names: Sequence[str] = ("",)) -> None:
+        self.owner, self.names = owner, names
+        self.saved: dict[Any, Any] = {name: self.read(name) for name in names}
+
+    @property
+    def key(self) -> Hashable:
+        return type(self), id(self.owner), self.names
+
+    @property
+    def is_empty(self) -> bool:
+        return all(value is ABSENT or isinstance(value, _CONSTANT) for value in self.saved.values())
+
+    def read(self, name: str) -> Any:
+        return self.owner.get(name, ABSENT)
+
+    def write(self, name: str, value: Any) -> None:
+        self.owner[name] = value
+
+    def delete(self, name: str) -> None:
+        del self.owner[name]
+
+    def leave(self, name: object) -> None:
+        """Exclude the value of ``name``."""
+        if name in self.saved:
+            self.saved[name] = LEFT
+
+    def put_back(self) -> bool:
+        for name, value in self.saved.items():
+            if value is LEFT or self.read(name) is value:
+                continue
+            if value is ABSENT:
+                self.delete(name)
+            else:
+                self.write(name, value)
+        return True
+
+    def again(self) -> Bindings:
+        return type(self)(self.owner, self.names)
+
+
+_CONSTANT = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type, staticmethod, classmethod, property)
+"""Types of values that usually stay bound to their name, so a name with such a value counts as empty."""
+
+
+class Slots(Bindings):
+    """Attributes of an object that are not in its ``__dict__``."""
+
+    def read(self, name: str) -> Any:
+        try:
+            return object.__getattribute__(self.owner, name)
+        except AttributeError:
+            return ABSENT
+
+    def write(self, name: str, value: Any) -> None:
+        object.__setattr__(self.owner, name, value)
+
+    def delete(self, name: str) -> None:
+        object.__delattr__(self.owner, name)
+
+
+class ClassAttributes(Bindings):
+    """The data attributes of a class."""
+
+    @classmethod
+    def of(cls, owner: type) -> ClassAttributes:
+        names = [name for name, value in vars(owner).items() if is_data(name, value)]
+        return cls(owner, tuple(names))
+
+    def read(self, name: str) -> Any:
+        return vars(self.owner).get(name, ABSENT)
+
+    def write(self, name: str, value: Any) -> None:
+        type.__setattr__(self.owner, name, value)
+
+    def delete(self, name: str) -> None:
+        type.__delattr__(self.owner, name)
+
+    def put_back(self) -> bool:
+        new = [name for name, value in vars(self.owner).items() if is_data(name, value) and name not in self.saved]
+        for name in new:
+            self.delete(name)
+        return super().put_back()
+
+
+def is_data(name: str, value: object) -> bool:
+    """Return True if an attribute of a class is neither code nor created by Python."""
+    return not (name.startswith(("__", "_abc_")) or hasattr(type(value), "__get__"))
+
+
+class Cell(Bindings):
+    """A variable of an enclosing function."""
+
+    def read(self, name: str) -> Any:
+        try:
+            return self.owner.cell_contents
+        except ValueError:
+            return ABSENT
+
+    def write(self, name: str, value: Any) -> None:
+        self.owner.cell_contents = value
+
+    def delete(self, name: str) -> None:
+        del self.owner.cell_contents
+
+
+class ContextVariable(Bindings):
+    """A context variable. A variable that was not set before is not reset."""
+
+    def read(self, name: str) -> Any:
+        return self.owner.get(ABSENT)
+
+    def write(self, name: str, value: Any) -> None:
+        self.owner.set(value)
+
+    def delete(self, name: str) -> None: ...
+
+
+class Gradient(Bindings):
+    """The gradient of a leaf tensor."""
+
+    def read(self, name: str) -> Any:
+        return self.owner.grad
+
+    def write(self, name: str, value: Any) -> None:
+        self.owner.grad = value
+
+
+class OwnedItems(StatePart):
+    """The items of a dict, in order: attributes of an object, or a container."""
+
+    def __init__(self, owner: dict[Any, Any]) -> None:
+        self.owner = owner
+        self.saved = _items(owner)
+        self._has_left = False
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.saved
+
+    def leave(self, name: object) -> None:
+        """Exclude the value of ``name``."""
+        if name in self.saved:
+            self.saved[name], self._has_left = LEFT, True
+
+    def put_back(self) -> bool:
+        owner, saved = self.owner, self.saved
+        kind = OrderedDict if isinstance(owner, OrderedDict) else dict
+        if self._has_left:
+            now = _items(owner)
+            saved = {key: now.get(key, LEFT) if value is LEFT else value for key, value in saved.items()}
+            saved = {key: value for key, value in saved.items() if value is not LEFT}
+        if len(owner) == len(saved) and all(map(operator.is_, kind.__iter__(owner), saved)):
+            for key, value in saved.items():
+                if dict.__getitem__(owner, key) is not value:
+                    kind.__setitem__(owner, key, value)
+            return True
+        kind.clear(owner)
+        for key, value in saved.items():
+            kind.__setitem__(owner, key, value)
+        return True
+
+
+def _items(owner: dict[Any, Any]) -> dict[Any, Any]:
+    """Return a plain dict of the items, without calling methods of a subclass."""
+    if isinstance(owner, OrderedDict):
+        return {key: dict.__getitem__(owner, key) for key in OrderedDict.__iter__(owner)}
+    return dict.copy(owner)
+
+
+class EmptyDicts(StatePart):
+    """Empty dicts, such as the hook dicts of most modules."""
+
+    is_empty = True
+
+    def __init__(self, owner: Sequence[dict[Any, Any]]) -> None:
+        self.owner = owner
+
+    def put_back(self) -> bool:
+        for each in self.owner:
+            if each:
+                each.clear()
+        return True
+
+    def again(self) -> StatePart:
+        """Return a capture of the items, because the dicts may no longer be empty."""
+        return DictsOnceEmpty(self.owner)
+
+
+class DictsOnceEmpty(StatePart):
+    """The items of dicts that were empty at an earlier capture. Both captures have the same key."""
+
+    def __init__(self, owner: Sequence[dict[Any, Any]]) -> None:
+        self.owner = owner
+        self._items = [OwnedItems(each) for each in owner]
+
+    @property
+    def key(self) -> Hashable:
+        return EmptyDicts, id(self.owner)
+
+    def put_back(self) -> bool:
+        for each in self._items:
+            each.put_back()
+        return True
+
+
+class Sequenced(StatePart):
+    """The elements of a list or deque, in order."""
+
+    def __init__(self, owner: list[Any] | deque[Any]) -> None:
+        kind: Any = list if isinstance(owner, list) else deque  # methods of a subclass are not called
+        self.owner = owner
+        self._kind = kind
+        self.saved: list[Any] = list(kind.__iter__(owner))
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.saved
+
+    def put_back(self) -> bool:
+        owner = self.owner
+        kind = self._kind
+        saved = self.saved
+        if len(owner) != len(saved) or not all(map(operator.is_, kind.__iter__(owner), saved)):
+            kind.clear(owner)
+            kind.extend(owner, saved)
+        return True
+
+
+class Elements(StatePart):
+    """The elements of a set."""
+
+    def __init__(self, owner: set[Any]) -> None:
+        self.owner = owner
+        self.saved = set.copy(owner)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.saved
+
+    def put_back(self) -> bool:
+        if not set.__eq__(self.owner, self.saved):
+            set.clear(self.owner)
+            set.update(self.owner, self.saved)
+        return True
+
+
+class Length(StatePart):
+    """The length and the last item of a long container, to which items are only appended."""
+
+    def __init__(self, owner: Any) -> None:
+        self.owner = owner
+        self.length = len(owner)
+        self.last = next(reversed(owner)) if hasattr(owner, "__reversed__") else None
+
+    def put_back(self) -> bool:
+        while len(self.owner) > self.length and isinstance(self.owner, list | deque):
+            self.owner.pop()
+        last = next(reversed(self.owner), None) if hasattr(self.owner, "__reversed__") else None
+        return len(self.owner) == self.length and last is self.last
+
+    def again(self) -> StatePart:
+        kinds: tuple[tuple[type, Callable[[Any], StatePart]], ...] = ((dict, OwnedItems), (set, Elements))
+        make = next((make for kind, make in kinds if isinstance(self.owner, kind)), Sequenced)
+        return make(self.owner)
+
+
+class Content(StatePart):
+    """The content of an object, as ``read`` returns it. ``write`` restores it; None: it can only be compared."""
+
+    def __init__(
+        self, owner: Any, read: Callable[[Any], Any], write: Callable[[Any, Any], object] | None = None
+    ) -> None:
+        self.owner = owner
+        self._read, self._write = read, write
+        self.saved = read(owner)
+
+    def put_back(self) -> bool:
+        if self._read(self.owner) == self.saved:
+            return True
+        if self._write is None:
+            return False
+        self._write(self.owner, self.saved)
+        return True
+
+    def again(self) -> Content:
+        return Content(self.owner, self._read, self._write)
+
+
+def _write_values(owner: Any, values: Any) -> None:
+    owner[:] = values
+
+
+def _read_memory_file(file: io.BytesIO | io.StringIO) -> tuple[bytes | str, int]:
+    return file.getvalue(), file.tell()
+
+
+def _write_memory_file(file: Any, content: tuple[bytes | str, int]) -> None:
+    file.seek(0)
+    file.truncate()
+    file.write(content[0])
+    file.seek(content[1])
+
+
+def _read_generator(owner: Any) -> bytes:
+    if isinstance(owner, torch.Generator):
+        return owner.get_state().numpy().tobytes()
+    if isinstance(owner, np.random.BitGenerator):
+        return pickle.dumps(owner.state)
+    is_legacy = isinstance(owner, np.random.RandomState)
+    return pickle.dumps(owner.get_state(legacy=False) if is_legacy else random.Random.getstate(owner))
+
+
+def _write_generator(owner: Any, state: bytes) -> None:
+    if isinstance(owner, torch.Generator):
+        owner.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+        return
+    found = pickle.loads(state)  # noqa: S301  made by _read_generator
+    if isinstance(owner, np.random.BitGenerator):
+        owner.state = found
+    elif isinstance(owner, np.random.RandomState):
+        owner.set_state(found)
+    else:
+        random.Random.setstate(owner, found)
+
+
+class TensorData(StatePart):
+    """The elements of a tensor and its autograd metadata. Autograd must not notice that the elements were written."""
+
+    def __init__(self, owner: Tensor) -> None:
+        self.owner = owner
+        self._version = owner._version
+        self._is_leaf = owner.is_leaf
+        self._wants_gradient = owner.requires_grad
+        self.saved = memory_of(owner).detach().clone()
+
+    @torch.no_grad()
+    def put_back(self) -> bool:
+        if self._is_leaf and not self.owner.is_leaf:  # a result with a graph was written into it
+            self.owner.detach_()
+        if self.owner.is_leaf and self.owner.requires_grad != self._wants_gradient:
+            self.owner.requires_grad_(self._wants_gradient)
+        data = memory_of(self.owner)
+        if data.shape != self.saved.shape:
+            return False
+        if data.layout != torch.strided or not same_bits(data, self.saved):
+            data.copy_(self.saved)
+        if self.owner._version != self._version:
+            torch._C._autograd._unsafe_set_version_counter((self.owner,), (self._version,))
+        return True
+
+
+def memory_of(tensor: Tensor) -> Tensor:
+    """Return a writable view of a tensor; overlapping elements (``expand``) are contained once."""
+    if tensor.layout != torch.strided:
+        return tensor  # detaching a sparse tensor creates another one with separate values
+    if tensor.numel() == 0:
+        return tensor.detach()
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.detach() if tensor.numel() <= span else tensor.detach().as_strided((span,), (1,))
+
+
+class ArrayData(StatePart):
+    """The elements of a NumPy array."""
+
+    def __init__(self, owner: np.ndarray[Any, Any]) -> None:
+        self.owner = owner
+        self.saved = owner.copy()
+
+    def put_back(self) -> bool:
+        if self.owner.tobytes() != self.saved.tobytes():
+            self.owner[...] = self.saved
+        return True
+
+
+def sample_of(value: Any) -> object:
+    """Return some elements of a large tensor or array, and the version of a tensor."""
+    if isinstance(value, np.ndarray):
+        every = max(1, value.size // SAMPLED_ELEMENTS)
+        return np.asarray(value.flat[::every]).tobytes()
+    data = memory_of(value) if value.layout == torch.strided else value.detach().to_dense()
+    few = data.flatten()[:: max(1, data.numel() // SAMPLED_ELEMENTS)].cpu().contiguous()
+    return value._version, few.view(torch.uint8).numpy().tobytes()
+
+
+class _Limited(io.BytesIO):
+    def write(self, data: Any) -> int:
+        if self.tell() + len(data) > MAX_PICKLED_BYTES:
+            raise _TooLargeError
+        return super().write(data)
+
+
+class _TooLargeError(Exception): ...
+
+
+_types_too_slow_to_pickle: set[type] = set()
+"""Types of objects that are too large or take too long to be pickled. These objects are not compared."""
+
+
+def pickled(value: Any) -> object:
+    """Return the pickled state of an object of an extension; None for a type that is too large or too slow to pickle.
+
+    Raises any error that the class of the object raises.
+    """
+    if type(value) in _types_too_slow_to_pickle:
+        return None
+    begin_s, file = time.perf_counter(), _Limited()
+    try:
+        pickle.Pickler(file, 4).dump(value)
+    except _TooLargeError:
+        _types_too_slow_to_pickle.add(type(value))
+        return None
+    if time.perf_counter() - begin_s > MAX_PICKLE_S:
+        _types_too_slow_to_pickle.add(type(value))
+        return None
+    return file.getvalue()
+
+
+class Settings(StatePart):
+    """Process-wide settings of torch."""
+
+    is_empty = True
+    key = "settings"
+
+    def __init__(self) -> None:
+        self.saved = _settings()
+
+    def put_back(self) -> bool:
+        now = _settings()
+        for name, value in self.saved.items():
+            if now[name] != value:
+                _SETTERS[name](value)
+        return True
+
+    def again(self) -> Settings:
+        return Settings()
+
+
+def _settings() -> Mapping[str, Any]:
+    return {
+        "dtype": torch.get_default_dtype(),
+        "deterministic": (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ),
+        "threads": torch.get_num_threads(),
+        "matmul": torch.get_float32_matmul_precision(),
+        "benchmark": torch.backends.cudnn.benchmark,
+        "anomaly": (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+    }
+
+
+_SETTERS: dict[str, Callable[[Any], object]] = {
+    "dtype": torch.set_default_dtype,
+    "deterministic": lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
+    "threads": torch.set_num_threads,
+    "matmul": torch.set_float32_matmul_precision,
+    "benchmark": lambda value: setattr(torch.backends.cudnn, "benchmark", value),
+    "anomaly": lambda value: torch.autograd.set_detect_anomaly(*value),
+}
+
+
+# the walk
 
 MAX_OBJECTS = 50_000
 MAX_COPIED_BYTES = 128 * 2**20
@@ -354,12 +837,12 @@ def _gap(what: str, state: ReachableState, value: object, trail: Trail) -> Itera
 def _foreign(state: ReachableState, value: object, trail: Trail) -> Iterable[Reference]:
     """Capture the pickle of an object of an extension, which can be compared but not restored; else add a gap."""
     try:
-        witness = Witness(value, pickled)
-        is_read = witness.put_back()
+        content = Content(value, pickled)
+        is_read = content.put_back()
     except Exception:  # the class may raise any error
         is_read = False
     if is_read:
-        state.add(witness, trail)
+        state.add(content, trail)
     else:
         state.add_gap(trail, f"a {type(value).__name__}, whose state cannot be read")
     return ()
@@ -433,9 +916,14 @@ def _tuple(state: ReachableState, value: Any, trail: Trail) -> Iterator[Referenc
         yield from [Reference("", found) for found in value]
 
 
-def _values(state: ReachableState, value: Any, trail: Trail) -> Iterable[Reference]:
-    state.add(Values(value), trail)
-    return ()
+def _content(read: Callable[[Any], Any], write: Callable[[Any, Any], object]) -> _Handler:
+    """Return a handler for an object without references, see ``Content``."""
+
+    def handler(state: ReachableState, value: object, trail: Trail) -> Iterable[Reference]:
+        state.add(Content(value, read, write), trail)
+        return ()
+
+    return handler
 
 
 def _tensor(state: ReachableState, value: Tensor, trail: Trail) -> Iterator[Reference]:
@@ -449,7 +937,7 @@ def _tensor(state: ReachableState, value: Tensor, trail: Trail) -> Iterator[Refe
         value = value.to_local().detach()
     try:
         room = state.has_room_for(value.nbytes if value.layout == torch.strided else 0)
-        state.add(TensorData(value) if room else Witness(value, sample_of), trail)
+        state.add(TensorData(value) if room else Content(value, sample_of), trail)
     except (RuntimeError, NotImplementedError, TypeError):
         state.add_gap(trail, f"a {type(value).__name__} that cannot be copied")
         return
@@ -462,23 +950,14 @@ def _tensor(state: ReachableState, value: Tensor, trail: Trail) -> Iterator[Refe
 def _array(state: ReachableState, value: np.ndarray[Any, Any], trail: Trail) -> Iterable[Reference]:
     if not value.flags.writeable or value.size == 0:
         return ()
-    state.add(ArrayData(value) if state.has_room_for(value.nbytes) else Witness(value, sample_of), trail)
+    state.add(ArrayData(value) if state.has_room_for(value.nbytes) else Content(value, sample_of), trail)
     is_long = value.dtype != object or value.size > MAX_FOLLOWED_ITEMS
     return () if is_long else [Reference("", found) for found in value.flat]
 
 
-def _generator(state: ReachableState, value: object, trail: Trail) -> Iterable[Reference]:
-    state.add(RandomState(value), trail)
-    return ()
-
-
-def _numpy_generator(state: ReachableState, value: np.random.Generator, trail: Trail) -> Iterable[Reference]:
-    return [Reference("", value.bit_generator)]
-
-
 def _memory_file(state: ReachableState, value: Any, trail: Trail) -> Iterable[Reference]:
     if not value.closed:
-        state.add(MemoryFile(value), trail)
+        state.add(Content(value, _read_memory_file, _write_memory_file), trail)
     return ()
 
 
@@ -613,11 +1092,15 @@ def _owner_of(module: str | None) -> Literal["user", "installed", "library", "tr
 _LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy"} - {"__main__"}
 _INSTALLED = tuple({path for key, path in sysconfig.get_paths().items() if key in ("purelib", "platlib")})
 
+_GENERATORS = (torch.Generator, np.random.BitGenerator, np.random.RandomState, random.Random)
 _HANDLERS: tuple[tuple[tuple[type, ...], _Handler], ...] = (
     ((Tensor,), _tensor),
     ((np.ndarray,), _array),
-    ((torch.Generator, np.random.BitGenerator, np.random.RandomState, random.Random), _generator),
-    ((np.random.Generator,), _numpy_generator),
+    (
+        (torch.Generator, np.random.BitGenerator, np.random.RandomState, random.Random),
+        _content(_read_generator, _write_generator),
+    ),
+    ((np.random.Generator,), _refers("bit_generator")),
     ((types.FunctionType,), _function),
     ((types.MethodType,), _refers("__func__", "__self__")),
     ((types.BuiltinFunctionType,), _builtin),
@@ -629,7 +1112,7 @@ _HANDLERS: tuple[tuple[tuple[type, ...], _Handler], ...] = (
     ((list, deque), _sequence),
     ((set,), _set),
     ((tuple, frozenset), _tuple),
-    ((bytearray, array.array), _values),
+    ((bytearray, array.array), _content(operator.itemgetter(slice(None)), _write_values)),
     ((types.MappingProxyType,), _proxy),
     ((io.BytesIO, io.StringIO), _memory_file),
     ((io.IOBase,), _file),

@@ -140,7 +140,7 @@ class CheckpointCopies:
         self._messages: SimpleQueue[str] = SimpleQueue()
 
     def take(self, checkpoint: Path) -> None:
-        """Copy a checkpoint later. Its files are linked now, so that the original may be deleted before the copy."""
+        """Copy a checkpoint later. Its files are linked now (else copied), so the original may be deleted meanwhile."""
         linked = draft_of(checkpoint.with_name(f"{checkpoint.name}.copy"))
         try:
             remove(linked)
@@ -196,24 +196,18 @@ class CheckpointCopies:
         remove(linked)
 
     def _copy_and_prune(self, linked: Path, step: int) -> None:
-        try:
-            self._copy_with_retries(linked, step)
-        except Exception as error:  # of any storage library
-            known = _storage_error(f"step {step} is saved, but not copied to {self.place.url}", error)
-            self._messages.put(f"{known.message} ({known.remedy})")
-        else:
-            with suppress(Exception):  # of any storage library: the next copy tries again
-                self._prune(self.place / CHECKPOINTS, step)
-
-    def _copy_with_retries(self, linked: Path, step: int) -> None:
         for pause_s in (*RETRY_AFTER_S, None):
             try:
                 self._copy(linked, step)
                 break
-            except Exception:  # of any storage library
+            except Exception as error:  # of any storage library
                 if pause_s is None:
-                    raise
+                    known = _storage_error(f"step {step} is saved, but not copied to {self.place.url}", error)
+                    self._messages.put(f"{known.message} ({known.remedy})")
+                    return
                 time.sleep(pause_s)
+        with suppress(Exception):  # of any storage library: the next copy tries again
+            self._prune(self.place / CHECKPOINTS, step)
 
     def _copy(self, linked: Path, step: int) -> None:
         begin_s = time.perf_counter()

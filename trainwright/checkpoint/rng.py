@@ -175,7 +175,7 @@ def set_cuda_states(states: Sequence[Tensor]) -> None:
 
 @dataclass(frozen=True)
 class RngBag:
-    """The state of every generator at one instant. ``torch_cuda`` has one entry for each visible device."""
+    """The state of every generator at one instant. ``torch_cuda`` is empty before CUDA is used."""
 
     python: tuple[Tree, ...]
     numpy: Mapping[str, Tree]

@@ -2,7 +2,7 @@
 
 checkpoints/step-00000400/
     model-00000.safetensors   the parts of the weights that rank 0 wrote, by the names of the tensors
-    rest-00000.safetensors    the parts of optimizer, averages and random generators; every rank writes two such files
+    rest-00000.safetensors    its parts of optimizer, averages and random generators; a rank without parts writes none
     shards.json               the parts of each tensor: file, offset and shape
     state.json, manifest.json as in a checkpoint of one process
 
@@ -14,17 +14,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from trainwright.checkpoint.checkpoint import (
-    CheckpointData,
     TensorName,
     begin_draft,
-    data_of,
     encoded_parts,
     merged,
     put_in_place,
@@ -52,27 +50,6 @@ _OPTIMIZER_PREFIX = "optimizer.state."
 
 
 @dataclass(frozen=True)
-class SavedPart:
-    """The part of a checkpoint that this rank writes.
-
-    Attributes:
-        step: Number of completed steps.
-        draft: Folder in which the ranks write.
-        tensors: Tensors of this rank: first the live ones, later copies on the host.
-        trained: Names of trained weights.
-        values: Content of state.json; empty on other ranks than the first.
-        index: Content of shards.json; empty on other ranks than the first.
-    """
-
-    step: int
-    draft: Path
-    tensors: Mapping[TensorName, Tensor]
-    trained: frozenset[str]
-    values: Mapping[str, Tree]
-    index: Mapping[str, Tree]
-
-
-@dataclass(frozen=True)
 class _Offer:
     """The tensors that a rank can write. If several ranks have a name in ``single``, only the first writes it."""
 
@@ -83,21 +60,26 @@ class _Offer:
 
 
 @dataclass(frozen=True)
-class _Task:
-    """The tensors that a rank must write, and the folder. ``trained`` are the names of trained weights among them."""
+class SavedPart:
+    """The part of a checkpoint that this rank writes.
 
+    Attributes:
+        step: Number of completed steps.
+        draft: Folder in which the ranks write.
+        names: Names of the tensors that this rank writes.
+        trained: Names of the trained weights among them.
+        values: Content of state.json; empty on other ranks than the first.
+        index: Content of shards.json; empty on other ranks than the first.
+        tensors: Tensors of this rank: first none, then the live ones, later copies on the host.
+    """
+
+    step: int
     draft: Path
     names: tuple[TensorName, ...]
     trained: frozenset[str]
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """The tasks of all ranks, and the content of the files that only the first rank writes."""
-
-    tasks: Sequence[_Task]
-    values: Mapping[str, Tree]
-    index: Mapping[str, Tree]
+    values: Mapping[str, Tree] = field(default_factory=dict)
+    index: Mapping[str, Tree] = field(default_factory=dict)
+    tensors: Mapping[TensorName, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -141,24 +123,17 @@ class ShardedSave:
         except Exception as caught:
             error = _sendable_error(caught)
         offers = self._world.to_first((offer, error))
-        plan: _Plan | TrainwrightError | None = None
+        parts: Sequence[SavedPart | TrainwrightError] | None = None
         if offers is not None:
             try:
-                plan = _plan_save(
-                    [_offer_or_raise(*each) for each in offers], state.step, folder, run, run_metadata, guard
-                )
+                accepted = [_offer_or_raise(*each) for each in offers]
+                parts = _plan_save(accepted, state.step, folder, run, run_metadata, guard)
             except Exception as caught:
-                plan = _sendable_error(caught)
-        size = self._world.size
-        tasks: Sequence[_Task | TrainwrightError] | None = None
-        if plan is not None:
-            tasks = plan.tasks if isinstance(plan, _Plan) else [plan] * size
-        task = self._world.from_first(tasks)
-        if isinstance(task, TrainwrightError):
-            raise task
-        values, index = (plan.values, plan.index) if isinstance(plan, _Plan) else ({}, {})
-        tensors = {name: live[name] for name in task.names}
-        return SavedPart(state.step, task.draft, tensors, task.trained, values, index)
+                parts = [_sendable_error(caught)] * self._world.size
+        part = self._world.from_first(parts)
+        if isinstance(part, TrainwrightError):
+            raise part
+        return replace(part, tensors={name: live[name] for name in part.names})
 
     def _offer(self, state: TrainState) -> tuple[_Offer, dict[TensorName, Tensor]]:
         from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -220,8 +195,8 @@ def _is_replicated(name: TensorName, tensor: Tensor) -> bool:
 
 def _plan_save(
     offers: Sequence[_Offer], step: int, folder: Path, run: str, metadata: Mapping[str, Tree], guard: Callable[[], None]
-) -> _Plan:
-    """Make the draft folder, and return what each rank must write."""
+) -> list[SavedPart]:
+    """Make the draft folder, and return the part that each rank writes, without tensors."""
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
     taken: set[str] = set()
@@ -249,21 +224,21 @@ def _plan_save(
     with storage_errors(draft):
         begin_draft(draft, folder / name_of(step), run, num_bytes + len(json.dumps(index)))
     trained = {name for offer in offers for name in offer.trained}
-    tasks = []
+    parts = []
     for plan in final:
         names = tuple(_name_of_key(item.index.fqn) for item in plan.items)
-        tasks.append(_Task(draft.absolute(), names, frozenset(trained.intersection(name for _, name in names))))
-    return _Plan(tasks, {**values, "metadata": metadata}, index)
+        parts.append(SavedPart(step, draft.absolute(), names, frozenset(trained.intersection(n for _, n in names))))
+    return [replace(parts[0], values={**values, "metadata": metadata}, index=index), *parts[1:]]
 
 
 def _write_part(part: SavedPart, rank: int) -> _Written:
-    data: CheckpointData = data_of(part.step, part.tensors, {}, part.trained)
     try:
-        require_finite(data)
+        require_finite(part.step, part.tensors, part.trained)
         files = {}
-        for name, tensors in (("model", data.model), ("rest", data.rest)):
+        for kind in ("model", "rest"):
+            tensors = {name: each for (of, name), each in part.tensors.items() if of == kind}
             if tensors:
-                path = part.draft / _file_of(name, rank)
+                path = part.draft / _file_of(kind, rank)
                 write_tensors(tensors, path)
                 fsync(path)
                 files[path.name] = file_entry(path)

@@ -24,7 +24,7 @@ class Spike(NamedTuple):
     Attributes:
         step: Number of the step.
         grad_norm: Its gradient norm.
-        usual: Median norm of the last 64 steps.
+        usual: Median of up to 64 previous norms without spikes, updated every 16 steps.
         initial: Median norm of the first 16 steps.
     """
 
@@ -35,11 +35,11 @@ class Spike(NamedTuple):
 
 
 class SpikeDetector:
-    """Detects a gradient norm of more than ``factor`` times the median of the last 64; not in the first 16 steps.
+    """Detects a gradient norm of more than ``factor`` times ``Spike.usual``; not in the first 16 steps.
 
-    A spike is also at least 6 standard deviations above the median, estimated from the median absolute deviation of the
-    logarithms. A norm that stays high is no spike: after 4 in a row the new level is accepted. The detector is part of
-    the state of a run, so that a resumed run decides as an uninterrupted one.
+    A spike is also at least 6 standard deviations above ``usual``, estimated from the median absolute deviation of the
+    logarithms, and at least twice the largest of these norms. After 4 spikes in a row, high norms count as usual. The
+    detector is part of the state of a run, so that a resumed run decides as an uninterrupted one.
     """
 
     def __init__(self, factor: float = 8.0) -> None:

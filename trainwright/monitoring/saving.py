@@ -221,7 +221,7 @@ class Saving:
         if self._shards is None:
             self._folder_guard()
             snapshot = capture_live(state, self._run_metadata)
-            hosted = snapshot.of_tensors(self._thread.on_host(snapshot.tensors))
+            hosted = replace(snapshot, tensors=self._thread.on_host(snapshot.tensors))
             return lambda best: commit(hosted, self._folder, best, self._run)
         shards = self._shards
         part = shards.capture(state, self._folder, self._run, self._run_metadata or {}, self._folder_guard)
