@@ -15,7 +15,7 @@ from tests import ranks
 from tests.finetune.tiny import EOS, PAD, llama, pairs, prompt_length, reward_llama, supervised
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
-STEPS = 8
+STEPS = 5
 DISTINCT = [4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23]
 """Lengths without ties, so that both libraries pack the same rows."""
 
@@ -113,19 +113,18 @@ def as_lists(samples: list[dict[str, Tensor]]) -> list[dict[str, Any]]:
     return [{name: value.tolist() for name, value in sample.items()} for sample in samples]
 
 
-@pytest.mark.parametrize("accumulation", [1, 2, 4])
+@pytest.mark.parametrize("accumulation", [1, 4])
 def test_sft(accumulation: int) -> None:
     data = supervised()
     theirs = trl_losses("SFT", llama(), as_lists(data), 8, accumulation, max_length=64)
     assert_equal(our_losses(llama(), data, "hf_causal_lm", 8, accumulation), theirs)
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_sft_packed(accumulation: int) -> None:
+def test_sft_packed() -> None:
     data = supervised(DISTINCT)
-    theirs = trl_losses("SFT", llama(), as_lists(data), 4, accumulation, max_length=40, packing=True)
+    theirs = trl_losses("SFT", llama(), as_lists(data), 4, 2, max_length=40, packing=True)
     packing = {"data.packing": {"by": "bfd", "max_length": 40}}
-    assert_equal(our_losses(llama(), data, "hf_causal_lm", 4, accumulation, **packing), theirs)
+    assert_equal(our_losses(llama(), data, "hf_causal_lm", 4, 2, **packing), theirs)
 
 
 def test_sft_padding_free() -> None:
@@ -148,11 +147,10 @@ def preference_rows(data: list[dict[str, Tensor]]) -> list[dict[str, Any]]:
     return rows
 
 
-@pytest.mark.parametrize("beta", [0.1, 0.5])
-def test_dpo(beta: float) -> None:
+def test_dpo() -> None:
     data = pairs()
-    theirs = trl_losses("DPO", llama(), preference_rows(data), 8, 2, beta=beta, max_length=None)
-    assert_equal(our_losses(llama(), data, "dpo", 8, 2, **{"loss.args": {"beta": beta}}), theirs)
+    theirs = trl_losses("DPO", llama(), preference_rows(data), 8, 2, beta=0.5, max_length=None)
+    assert_equal(our_losses(llama(), data, "dpo", 8, 2, **{"loss.args": {"beta": 0.5}}), theirs)
 
 
 def test_reward_model() -> None:
@@ -202,11 +200,10 @@ def adapters(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.detach() for name, value in model.named_parameters() if value.requires_grad}
 
 
-@pytest.mark.parametrize("packing", ["none", "padding_free"])
-def test_lora_of_peft(packing: str) -> None:
+def test_lora_of_peft() -> None:
     data, theirs, ours = supervised(), with_lora(llama()), with_lora(llama())
     expected = trl_losses("SFT", theirs, as_lists(data), 8, 2, max_length=64)
-    losses = our_losses(ours, data, "hf_causal_lm", 8, 2, **{"data.packing": packing})
+    losses = our_losses(ours, data, "hf_causal_lm", 8, 2, **{"data.packing": "padding_free"})
     assert losses == pytest.approx(expected, abs=1e-5)
     assert len(adapters(ours)) == 8
     for name, weight in adapters(ours).items():

@@ -27,7 +27,7 @@ for name, settings in json.loads(sys.argv[1]).items():
     model = FalconForCausalLM(falcon) if name == "falcon" else llama()
     given = {"folder": name, "precision": "fp32", "seed": 1, "log.doctor": False, **settings}
     try:
-        result = tw.fit(model, supervised(), "hf_causal_lm", batch=4, steps=4, lr=1e-2, quiet=True, settings=given)
+        result = tw.fit(model, supervised(), "hf_causal_lm", batch=4, steps=2, lr=1e-2, quiet=True, settings=given)
     except tw.TrainwrightError as error:
         print(json.dumps([0.0, str(error)]))
         continue

@@ -128,7 +128,7 @@ from tests.finetune.tiny import llama, pairs, reward_llama
 
 for model, loss, data in ((llama(), "dpo", pairs(13)), (reward_llama(), "bradley_terry", pairs(13))):
     losses = []
-    result = tw.fit(model, data, loss, batch=6, steps=5, lr=1e-3, seed=1, quiet=True, precision="fp32",
+    result = tw.fit(model, data, loss, batch=6, steps=3, lr=1e-3, seed=1, quiet=True, precision="fp32",
                     settings={"log.doctor": False, "log.every": "1steps", "name": loss},
                     observers=[lambda result, state: losses.append(float(result.loss))])
     print(json.dumps(losses))
@@ -144,7 +144,7 @@ def test_two_ranks_equal_one(tmp_path: Path) -> None:
         os.environ["TRAINWRIGHT_CACHE"] = str(tmp_path / str(count) / "cache")
         done = ranks.finish(ON_RANKS, count, cwd=tmp_path / str(count), timeout=120)
         found[count] = [json.loads(line) for line in done[0].stdout.splitlines() if line.startswith("[")]
-    assert len(found[1]) == 2 and all(len(losses) == 5 for losses in found[1])
+    assert len(found[1]) == 2 and all(len(losses) == 3 for losses in found[1])
     for one, two in zip(found[1], found[2], strict=True):
         assert two == pytest.approx(one, abs=1e-5)
 

@@ -467,8 +467,6 @@ def decoded(tokenizer: Tokenizer, place: str, ids: NDArray[np.integer], supervis
 
 @dataclass
 class _Counts:
-    """Counts over the batches of any data set."""
-
     unit: str = ""
     samples: int = 0
     total: int = 0

@@ -253,7 +253,6 @@ class ChatRenderer:
 
     @cached_property
     def _split_words(self) -> list[str]:
-        """Control words of the template that are not one token."""
         return [word for word in sorted(set(CONTROL_WORD.findall(self._template(None)))) if self.is_split(word)]
 
     def is_split(self, word: str) -> bool:
@@ -336,12 +335,10 @@ def _is_in(text: str, whole: str) -> bool:
 
 
 def _plain(message: Message) -> Message:
-    """Return a message as templates expect it."""
     return {key: value for key, value in message.items() if value is not None and key != NO_LOSS}
 
 
 def _in_parts(messages: Sequence[Message]) -> list[Message]:
-    """Return messages with each content as a list of one text part."""
     return [
         {**each, "content": [{"type": "text", "text": each["content"]}]} if each.get("content") else each
         for each in messages

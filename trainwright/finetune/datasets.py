@@ -63,7 +63,7 @@ class TokenizedSet(Dataset[dict[str, Tensor]]):
     Args:
         path: A .jsonl, .json, .csv or .parquet file, a folder of such files or one written by ``save_to_disk``, or
             the name of a hub dataset.
-        tokenizer: Folder or hub name of the tokenizer; in a recipe by default that of ``model.args.name``.
+        tokenizer: The tokenizer, its folder or hub name. Default in a recipe: the tokenizer of ``model.name``.
         split: ``train``, or ``val``, which is what ``val_fraction`` holds out.
         val_fraction: Fraction of the records that is held out, chosen by their content. Equal and nearly equal
             records stay on one side.
@@ -119,10 +119,10 @@ class TokenizedSet(Dataset[dict[str, Tensor]]):
         require_choice("on_bad_record", on_bad_record, get_args(OnBadRecord))
         _require_numbers(max_length, val_fraction, split)
         if tokenizer is None:
-            remedy = "set tokenizer to a folder or a hub name, or model.args.name in the recipe"
+            remedy = "set tokenizer to a folder or a hub name, or model.name in the recipe"
             raise UsageError("there is no tokenizer", remedy=remedy)
         template = template_text(chat_template)
-        self.given_template = template
+        self.template = template
         if isinstance(tokenizer, str | Path):
             self._source: TokenizerSource | None = TokenizerSource(
                 tokenizer, tokenizer_revision, trust_remote_code, template

@@ -286,16 +286,16 @@ def _fits(arguments: Mapping[str, Any], schema: object) -> bool:
     the arguments of all tools were merged, and the model learns to write them.
     """
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
-    given = {name: value for name, value in arguments.items() if value is not None}
-    nulls = arguments.keys() - given.keys() - (properties.keys() if isinstance(properties, Mapping) else set())
-    if len(nulls) >= max(MIN_NULL_ARGUMENTS, len(given)):
+    present = {name: value for name, value in arguments.items() if value is not None}
+    nulls = arguments.keys() - present.keys() - (properties.keys() if isinstance(properties, Mapping) else set())
+    if len(nulls) >= max(MIN_NULL_ARGUMENTS, len(present)):
         return False
     if not isinstance(schema, Mapping) or not isinstance(properties, Mapping):
         return True
     required = schema.get("required")
     return all(name in arguments for name in (required if isinstance(required, list) else ())) and all(
         _has_type(value, properties[name].get("type"))
-        for name, value in given.items()
+        for name, value in present.items()
         if isinstance(properties.get(name), Mapping)
     )
 

@@ -16,8 +16,8 @@ from trainwright.checkpoint.train_state import TrainState
 from trainwright.engine.evaluate import evaluating
 from trainwright.engine.step import StepResult
 from trainwright.errors import UsageError
-from trainwright.finetune.tokenizer import load_tokenizer
-from trainwright.models.pretrained import hub_model_of, pretrained_of, require_transformers
+from trainwright.finetune.tokenizer import load_tokenizer, prompt_ids, tokenizer_of
+from trainwright.models.pretrained import hub_model_of, require_transformers
 from trainwright.runs.printing import printable
 
 
@@ -53,7 +53,10 @@ class Generations:
         inside = hub_model_of(model)
         if inside is None or is_sharded(model) or not hasattr(inside, "generate"):
             return ""
-        tokenizer = self._tokenizer_of(model)
+        if self._tokenizer is None:
+            remedy = "name it: observers: [{use: generate, args: {prompts: [...], tokenizer: FOLDER}}]"
+            self._tokenizer = tokenizer_of(model, "generate", remedy)
+        tokenizer = self._tokenizer
         pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         settings = require_transformers("generate").GenerationConfig(
             max_new_tokens=self.max_new_tokens, do_sample=False, use_cache=True, pad_token_id=pad
@@ -61,7 +64,8 @@ class Generations:
         lines = []
         with evaluating(model):
             for prompt in self.prompts:
-                ids_1T = torch.tensor([self._encode(tokenizer, prompt)], device=inside.device)
+                request = [{"role": "user", "content": prompt}] if tokenizer.chat_template else prompt
+                ids_1T = torch.tensor([prompt_ids(tokenizer, request)], device=inside.device)
                 generated_1T = inside.generate(
                     ids_1T, attention_mask=torch.ones_like(ids_1T), generation_config=settings
                 )
@@ -69,21 +73,5 @@ class Generations:
                 lines += [f"> {printable(prompt)}", printable(completion)]
         torch.clear_autocast_cache()  # casts that were made without a graph would have no gradient
         return "\n".join(lines)
-
-    def _encode(self, tokenizer: Any, prompt: str) -> list[int]:
-        if not tokenizer.chat_template:
-            return [*tokenizer(prompt)["input_ids"]]
-        messages = [{"role": "user", "content": prompt}]
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        return [*tokenizer(text, add_special_tokens=False)["input_ids"]]
-
-    def _tokenizer_of(self, model: nn.Module) -> Any:
-        if self._tokenizer is None:
-            origin = pretrained_of(model)
-            if origin is None:
-                remedy = "name it: observers: [{use: generate, args: {prompts: [...], tokenizer: FOLDER}}]"
-                raise UsageError("generate: the model was not loaded from a folder with a tokenizer", remedy=remedy)
-            self._tokenizer = load_tokenizer(origin.folder)
-        return self._tokenizer
 
     def close(self) -> None: ...

@@ -27,10 +27,10 @@ from trainwright.engine.token_batch import following, token_batch
 from trainwright.engine.user_log import log
 from trainwright.errors import UsageError, require_choice, text_of
 from trainwright.finetune.prompts import RECORD
-from trainwright.finetune.tokenizer import load_tokenizer
+from trainwright.finetune.tokenizer import load_tokenizer, tokenizer_of
 from trainwright.finetune.vllm import VllmServer
 from trainwright.models.generate import evaluation_mode
-from trainwright.models.pretrained import hub_model_of, pretrained_of, require_transformers
+from trainwright.models.pretrained import hub_model_of, require_transformers
 
 if TYPE_CHECKING:
     from trainwright.finetune.tokenizer import Tokenizer
@@ -319,12 +319,7 @@ class GRPO(nn.Module):
 
     def _tokenizer_of(self, model: nn.Module) -> Tokenizer:
         if self._tokenizer is None:
-            origin, inside = pretrained_of(model), hub_model_of(model)
-            folder = origin.folder if origin is not None else getattr(inside, "name_or_path", "")
-            if not folder:
-                remedy = "pass it: GRPO(reward, tokenizer=tokenizer)"
-                raise UsageError("grpo: the model was not loaded from a folder with a tokenizer", remedy=remedy)
-            self._tokenizer = load_tokenizer(folder)
+            self._tokenizer = tokenizer_of(model, "grpo", "pass it: GRPO(reward, tokenizer=tokenizer)")
         return self._tokenizer
 
     def _end_ids(self, model: nn.Module) -> list[int]:

@@ -98,7 +98,7 @@ def compare_alone(model: nn.Module, data: object, *, max_tokens: int | None = No
     batch = _with_shared_rows(data, max_tokens)
     if batch is None:
         return Isolation()
-    if not takes(model, POSITIONS) and not takes_any(model):
+    if not takes(model, POSITIONS) and not takes(model, "kwargs"):
         return Isolation(1, 1, float("inf"), reason=f"the forward of {type(model).__name__} takes no position_ids")
     with evaluating(model), torch.autocast(batch[IDS].device.type, enabled=False):
         return _compared(model, batch)
@@ -117,11 +117,6 @@ def require_isolated(model: nn.Module, data: object) -> Isolation:
             remedy=REMEDY,
         )
     return found
-
-
-def takes_any(model: nn.Module) -> bool:
-    """Return True if the forward of a model takes keyword arguments of any name."""
-    return takes(model, "kwargs")
 
 
 def _compared(model: nn.Module, batch: Mapping[str, Any]) -> Isolation:

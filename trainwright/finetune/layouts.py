@@ -296,11 +296,11 @@ def _template_args(fields: Mapping[str, Any]) -> Mapping[str, Any]:
 def _alpaca(fields: Mapping[str, Any], names: tuple[str, str, str] = ("instruction", "input", "output")) -> Example:
     """Return the example of an Alpaca record. ``names`` are the names of its keys in the file, for error messages."""
     instruction, answer = _text(fields["instruction"], names[0]), _text(fields["output"], names[2])
-    given = fields.get("input")
-    given = "" if given is None else _text(given, names[1])
-    if not instruction.strip() and not given.strip():
+    context = fields.get("input")
+    context = "" if context is None else _text(context, names[1])
+    if not instruction.strip() and not context.strip():
         raise BadRecord(f"{names[0]} and {names[1]} are empty", "fill them in, or drop the record")
-    question = ALPACA_WITH_INPUT.format(instruction=instruction, input=given) if given.strip() else instruction
+    question = ALPACA_WITH_INPUT.format(instruction=instruction, input=context) if context.strip() else instruction
     messages: list[Message] = []
     if fields.get("system"):
         messages.append({"role": "system", "content": _text(fields["system"], "system")})

@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 
 from trainwright.errors import UsageError, import_optional, text_of
-from trainwright.finetune.tokenizer import load_tokenizer
-from trainwright.models.pretrained import hub_model_of, pretrained_of
+from trainwright.finetune.tokenizer import load_tokenizer, tokenizer_of
+from trainwright.models.pretrained import hub_model_of
 
 NO_FILTER = "none"
 """The filter of lm-eval that changes nothing. It is left out of the names of figures."""
@@ -64,11 +64,9 @@ class LmEval:
         if inside is None:
             remedy = "leave lm_eval out, or use a model of transformers"
             raise UsageError(f"lm_eval cannot evaluate a {type(model).__name__}", remedy=remedy)
-        origin = pretrained_of(model)
-        if self._tokenizer is None and origin is None:
+        if self._tokenizer is None:
             remedy = "name it: metrics: [{use: lm_eval, args: {tasks: [...], tokenizer: FOLDER}}]"
-            raise UsageError("lm_eval: the model was not loaded from a folder with a tokenizer", remedy=remedy)
-        self._tokenizer = self._tokenizer or load_tokenizer(origin.folder)  # type: ignore[union-attr]
+            self._tokenizer = tokenizer_of(model, "lm_eval", remedy)
         wrapper = import_optional("lm_eval.models.huggingface", needed_for="lm_eval").HFLM
         try:
             scored = wrapper(pretrained=inside, tokenizer=self._tokenizer, batch_size=self.batch_size)

@@ -205,10 +205,10 @@ def pair_rows(batch: Mapping[str, Tensor]) -> PairRows:
     return PairRows(joined(IDS, 0), joined(LABELS, IGNORE), joined(ATTENTION_KEY, 0))
 
 
-def _require_pairs(given: object, kind: str) -> None:
+def _require_pairs(value: object, kind: str) -> None:
     needed = [f"{which}_{key}" for which in ("chosen", "rejected") for key in (IDS, LABELS)]
-    if not isinstance(given, Mapping) or any(name not in given for name in needed):
-        got = ", ".join(map(str, given)) if isinstance(given, Mapping) else f"a {type(given).__name__}"
+    if not isinstance(value, Mapping) or any(name not in value for name in needed):
+        got = ", ".join(map(str, value)) if isinstance(value, Mapping) else f"a {type(value).__name__}"
         remedy = f"give samples with {needed}; for columns of text write data.train: {{use: preference}} in a recipe"
         raise UsageError(f"the loss compares two completions, and {kind} has {got}", remedy=remedy)
 

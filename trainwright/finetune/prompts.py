@@ -20,6 +20,7 @@ from torch.utils.data import Dataset
 from trainwright.errors import UsageError, require_choice
 from trainwright.finetune.datasets import Split, TokenizerSource, pad_id_of, padded, template_text, with_template
 from trainwright.finetune.read import FileRecord, open_source
+from trainwright.finetune.tokenizer import prompt_ids
 
 if TYPE_CHECKING:
     from trainwright.finetune.tokenizer import Tokenizer
@@ -77,7 +78,7 @@ class Prompts(Dataset[dict[str, Any]]):
             remedy = "set tokenizer to a folder or a hub name, or model.name in the recipe"
             raise UsageError("there is no tokenizer", remedy=remedy)
         template = template_text(chat_template)
-        self.given_template = template
+        self.template = template
         if isinstance(tokenizer, str | Path):
             self.tokenizer = TokenizerSource(tokenizer, tokenizer_revision, trust_remote_code, template).load()
         else:
@@ -92,20 +93,16 @@ class Prompts(Dataset[dict[str, Any]]):
         self._ids = [self._encode(json.loads(text)["prompt"]) for text in self.records]
         longest = max(map(len, self._ids))
         if max_length is not None and longest > max_length:
-            place = next(place for place, text in found if text == self.records[_first_of(self._ids, longest)])
+            record = self.records[[*map(len, self._ids)].index(longest)]
+            place = next(place for place, text in found if text == record)
             rule = f"{place}: the prompt has {longest} tokens, more than max_length: {max_length}"
             raise UsageError(rule, remedy=f"set max_length: {longest}, or leave the record out")
 
     def _encode(self, prompt: str | list[dict[str, Any]]) -> list[int]:
-        if isinstance(prompt, str):
-            return [*self.tokenizer(prompt)["input_ids"]]
-        if not self.tokenizer.chat_template:
+        if not isinstance(prompt, str) and not self.tokenizer.chat_template:
             remedy = "set chat_template to a file, or give prompts as text"
             raise UsageError("the prompts are messages, but the tokenizer has no chat template", remedy=remedy)
-        text = self.tokenizer.apply_chat_template(
-            prompt, add_generation_prompt=True, tokenize=False, **self._template_args
-        )
-        return [*self.tokenizer(text, add_special_tokens=False)["input_ids"]]
+        return prompt_ids(self.tokenizer, prompt, **self._template_args)
 
     def __len__(self) -> int:
         return len(self.records)
@@ -146,7 +143,3 @@ def _records(path: Any, split: str, revision: str | None) -> Iterator[tuple[str,
 def _split_position(text: str) -> float:
     """Return a number in [0, 1) from a hash of the text."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big") / 2.0**48
-
-
-def _first_of(ids: Sequence[Sequence[int]], length: int) -> int:
-    return next(at for at, each in enumerate(ids) if len(each) == length)

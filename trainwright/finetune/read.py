@@ -209,8 +209,8 @@ def _of_entry(fields: Mapping[str, Any], entry: Mapping[str, Any]) -> Mapping[st
         made |= {key: [*map(turn, made[key])] for key in ("conversations",) if isinstance(made.get(key), list)}
         made |= {key: [turn(made[key])] for key in ("chosen", "rejected") if isinstance(made.get(key), Mapping)}
     if entry.get("ranking"):
-        given = f"\n\n{made['input']}" if made.get("input") else ""
-        made["prompt"] = made.pop("conversations") if is_chat else f"{made.pop('instruction', '')}{given}"
+        more = f"\n\n{made['input']}" if made.get("input") else ""
+        made["prompt"] = made.pop("conversations") if is_chat else f"{made.pop('instruction', '')}{more}"
     elif set(columns) == {"prompt"} and "output" not in made:  # texts to pretrain on
         made["text"] = made.pop("instruction")
     return made
@@ -466,7 +466,7 @@ def _separator_of(header: str) -> str:
 
 def _cell(text: str) -> object:
     """Return a list or object that was written as JSON into a cell, else the text."""
-    if text[:1] in "[{" and text[:1]:
+    if text.startswith(("[", "{")):
         try:
             return json.loads(text)
         except ValueError:
@@ -491,7 +491,6 @@ def _parquet(number: int, path: Path) -> Iterator[FileRecord]:
 
 
 def _txt(number: int, path: Path) -> Iterator[FileRecord]:
-    """Yield a file as one text."""
     lines = [*_lines(path)]
     if (bad := next((each for each in lines if each[1] is None), None)) is not None:
         yield FileRecord(number, bad[0], {}, bad[2], _as_utf8(path, bad[2]))

@@ -124,7 +124,7 @@ def _is_verse_or_list(text: str) -> bool:
 
 
 def _loop(text: str) -> Span | None:
-    """Find a phrase that is repeated four times or more in a row, over at least 0.3 of the text."""
+    """Find a phrase that is repeated four times or more in a row, over at least 0.3 of the characters that are read."""
     words = text.split()
     runs = [*zip(words, words[1:], words[2:], strict=False)]
     if 12 * len(words) < len(text):  # a language without spaces
@@ -662,7 +662,7 @@ ASKS = _about("questions? ask quiz interview riddle quer(?:y|ies) translat rewri
 def _broken_json(samples: Sequence[SampleTexts]) -> SetSign | None:
     """Find answers that begin like JSON but are not, in a set in which most answers are JSON."""
     texts = {at: each.answer.strip() for at, each in enumerate(samples)}
-    begun = [at for at, text in texts.items() if text[:1] in ("{", "[") and text[:1]]
+    begun = [at for at, text in texts.items() if text.startswith(("{", "["))]
     found = [at for at in begun if not _is_json(texts[at])]
     if not found or len(begun) - len(found) < 0.5 * len(samples):
         return None

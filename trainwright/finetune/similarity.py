@@ -81,9 +81,8 @@ def groups(hashes: NDArray[np.uint64], signatures: NDArray[np.uint32]) -> NDArra
     A group of more than a tenth of all rows, of which at least three differ, is split into groups of equal rows.
     """
     size = len(hashes)
-    first: NDArray[np.int64] = np.unique(hashes, return_index=True, return_inverse=True)[1][
-        np.unique(hashes, return_inverse=True)[1]
-    ].astype(np.int64)
+    _, first_rows, inverse = np.unique(hashes, return_index=True, return_inverse=True)
+    first: NDArray[np.int64] = first_rows[inverse].astype(np.int64)
     parent = first.copy()
 
     def root(row: int) -> int:

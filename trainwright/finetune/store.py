@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, TextIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -108,12 +108,13 @@ class Store:
         return place_of(self.names[int(row["file"])], int(row["line"]), self.unit)
 
 
-def cache_folder(given: str | Path | None = None) -> Path:
-    """Return the cache folder: ``given``, else ``$TRAINWRIGHT_CACHE``, else ``trainwright`` in ``$XDG_CACHE_HOME`` or
-    ``~/.cache``.
+def cache_folder(folder: str | Path | None = None) -> Path:
+    """Return the cache folder.
+
+    It is ``folder``, else ``$TRAINWRIGHT_CACHE``, else ``trainwright`` in ``$XDG_CACHE_HOME`` or ``~/.cache``.
     """
-    if given is not None:
-        return Path(given).expanduser()
+    if folder is not None:
+        return Path(folder).expanduser()
     if named := os.environ.get("TRAINWRIGHT_CACHE"):
         return Path(named).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trainwright"
@@ -147,13 +148,10 @@ def tokenized(source: RecordSource, encoder: Encoder, options: EncodingOptions, 
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder):
-            done = _read_summary(folder)
-            if done is None:
-                done = _build(folder, source, encoder, options)
+            return _complete_store(folder, source) or _build(folder, source, encoder, options)
     except OSError as error:
         remedy = "free space or permit writing there, or set cache to another folder"
         raise StorageError(f"the cache {folder} cannot be written: {error.strerror or error}", remedy=remedy) from None
-    return Store(folder, done.shards, done.digest, source.names, source.unit, done.sources)
 
 
 class TokenizationProgress:
@@ -177,15 +175,7 @@ class TokenizationProgress:
             self._out.flush()
 
 
-class _Summary(NamedTuple):
-    """The number of shards of a complete folder, the hash of their tokens, and the names of their sources."""
-
-    shards: int
-    digest: str
-    sources: tuple[str, ...]
-
-
-def _build(folder: Path, source: RecordSource, encoder: Encoder, options: EncodingOptions) -> _Summary:
+def _build(folder: Path, source: RecordSource, encoder: Encoder, options: EncodingOptions) -> Store:
     records = source.records()
     number, layout = 0, ""
     sources: dict[str, int] = {}
@@ -208,9 +198,9 @@ def _build(folder: Path, source: RecordSource, encoder: Encoder, options: Encodi
     for at in range(number):
         digest.update(np.load(_rows_file(folder, at), allow_pickle=False)["length"].tobytes())
         digest.update(_load_tokens(folder, at).tobytes())
-    done = _Summary(number, digest.hexdigest(), tuple(sources))
-    _replace(folder / "done.json", json.dumps({"format": FORMAT, **done._asdict()}).encode())
-    return done
+    done = {"format": FORMAT, "shards": number, "digest": digest.hexdigest(), "sources": [*sources]}
+    _replace(folder / "done.json", json.dumps(done).encode())
+    return Store(folder, number, digest.hexdigest(), source.names, source.unit, tuple(sources))
 
 
 def _layout_of_first(records: Sequence[FileRecord], options: EncodingOptions) -> str:
@@ -236,8 +226,6 @@ def _source_number(record: FileRecord, source: RecordSource, options: EncodingOp
 
 
 class _Shard:
-    """Encodes the records of one shard."""
-
     def __init__(self, source: RecordSource, encoder: Encoder, options: EncodingOptions, layout: str) -> None:
         self.source, self.encoder, self.options, self.layout = source, encoder, options, layout
         self.problems: list[tuple[FileRecord, BadRecord]] = []
@@ -411,11 +399,12 @@ def _is_complete(folder: Path, number: int) -> bool:
     return rows.dtype == ROW and tokens.dtype == TOKEN and int(rows["length"].sum()) == len(tokens)
 
 
-def _read_summary(folder: Path) -> _Summary | None:
-    """Return the summary of a complete folder; None if the folder is not complete."""
+def _complete_store(folder: Path, source: RecordSource) -> Store | None:
+    """Return the store in a folder; None if the folder is not complete."""
     try:
         done = json.loads((folder / "done.json").read_text())
-        found = _Summary(int(done["shards"]), str(done["digest"]), tuple(map(str, done["sources"])))
+        sources = tuple(map(str, done["sources"]))
+        found = Store(folder, int(done["shards"]), str(done["digest"]), source.names, source.unit, sources)
         is_readable = done["format"] == FORMAT and found.shards > 0
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -429,7 +418,6 @@ def _write(path: Path, array: NDArray[Any]) -> None:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Write a file atomically."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         with temporary.open("wb") as file:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from torch import nn
 
 from trainwright.errors import MissingExtra, UsageError, text_of
-from trainwright.models.pretrained import TOKENIZER_FILES, find_folder
+from trainwright.models.pretrained import TOKENIZER_FILES, find_folder, hub_model_of, pretrained_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -57,6 +59,26 @@ def load_tokenizer(
         raise UsageError(
             f"the tokenizer {str(name)!r} cannot be loaded: {text_of(error, lines=1)}", remedy=remedy
         ) from None
+
+
+def tokenizer_of(model: nn.Module, user: str, remedy: str) -> PreTrainedTokenizerBase:
+    """Load the tokenizer in the folder of a pretrained model.
+
+    ``user`` names the component that needs it. Raises UsageError with ``remedy`` if the model has no folder.
+    """
+    origin, inside = pretrained_of(model), hub_model_of(model)
+    folder = origin.folder if origin is not None else getattr(inside, "name_or_path", "")
+    if not folder:
+        raise UsageError(f"{user}: the model was not loaded from a folder with a tokenizer", remedy=remedy)
+    return load_tokenizer(folder)
+
+
+def prompt_ids(tokenizer: Tokenizer, prompt: str | list[dict[str, Any]], **template_args: Any) -> list[int]:
+    """Return the token ids of a text, or of messages followed by the start of an answer."""
+    if isinstance(prompt, str):
+        return [*tokenizer(prompt)["input_ids"]]
+    text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False, **template_args)
+    return [*tokenizer(text, add_special_tokens=False)["input_ids"]]
 
 
 def tokenizer_digest(tokenizer: Tokenizer) -> str:
