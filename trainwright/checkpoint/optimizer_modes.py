@@ -69,9 +69,10 @@ def averaged_weights(optimizer: Optimizer) -> Iterator[None]:
 
 @contextmanager
 def both_weights(optimizer: Optimizer) -> Iterator[BothWeights]:
-    """Context with copies of both weights; empty if the optimizer has no modes.
+    """Context with both weights; empty if the optimizer has no modes.
 
-    The optimizer is in training mode inside. Its mode and weights are restored afterwards.
+    The optimizer is in training mode inside, and the training weights may be the live ones. Its mode and weights are
+    restored afterwards.
     """
     found = _copies(optimizer)
     use_training_weights(optimizer)

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from trainwright.checkpoint.manifest import NAME as MANIFEST
 from trainwright.checkpoint.manifest import name_of, read_manifest, step_of, verify
-from trainwright.checkpoint.store import BEST_FILE, Retention, checkpoints, read_best, retained
+from trainwright.checkpoint.store import BEST_FILE, Retention, checkpoints, pointed_to, read_best, retained
 from trainwright.errors import CheckpointError, StorageError, TrainwrightError, UsageError, text_of
 from trainwright.runs.folder import NAME as RUN_ID
 from trainwright.runs.folder import RunFolder, identity_of
@@ -346,16 +346,11 @@ def _fetch_checkpoints(copies: StoredFolder, folder: Path, run: str, say: Callab
     best = copies / BEST_FILE
     if not (folder / BEST_FILE).exists() and copies.fs.exists(best.path):
         (folder / BEST_FILE).write_bytes(_small_file(best))
-        for name in _best_name(folder, copies):
+        found = pointed_to(folder)
+        name = name_of(found.step) if found else ""
+        if name in copies.steps() and not (folder / name).exists():
             with suppress(CheckpointError):  # the run goes on without it
                 _fetch_checkpoint(copies / name, folder, run)
-
-
-def _best_name(folder: Path, copies: StoredFolder) -> Iterator[str]:
-    with suppress(ValueError, TypeError, KeyError):
-        name = name_of(int(json.loads((folder / BEST_FILE).read_text("utf-8"))["step"]))
-        if not (folder / name).exists() and name in copies.steps():
-            yield name
 
 
 def _fetch_checkpoint(copy: StoredFolder, folder: Path, run: str) -> None:

@@ -82,14 +82,6 @@ class SavedPart:
     tensors: Mapping[TensorName, Tensor] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class _Written:
-    """The files that a rank has written, or the error that prevented it."""
-
-    files: Mapping[str, FileEntry]
-    error: TrainwrightError | None = None
-
-
 class ShardedSave:
     """Saves a state that is sharded over the ranks of ``world``. All ranks must call each method together.
 
@@ -115,19 +107,17 @@ class ShardedSave:
         """
         if self._writers is None:
             self._writers = self._world.again()
-        offer: _Offer | None = None
+        offer: _Offer | TrainwrightError
         live: dict[TensorName, Tensor] = {}
-        error: TrainwrightError | None = None
         try:
             offer, live = self._offer(state)
         except Exception as caught:
-            error = _sendable_error(caught)
-        offers = self._world.to_first((offer, error))
+            offer = _sendable_error(caught)
+        offers = self._world.to_first(offer)
         parts: Sequence[SavedPart | TrainwrightError] | None = None
         if offers is not None:
             try:
-                accepted = [_offer_or_raise(*each) for each in offers]
-                parts = _plan_save(accepted, state.step, folder, run, run_metadata, guard)
+                parts = _plan_save(offers, state.step, folder, run, run_metadata, guard)
             except Exception as caught:
                 parts = [_sendable_error(caught)] * self._world.size
         part = self._world.from_first(parts)
@@ -166,10 +156,11 @@ class ShardedSave:
         if written is None:
             return None
         with storage_errors(part.draft):
+            files: dict[str, FileEntry] = {}
             for each in written:
-                if each.error is not None:
-                    raise each.error
-            files = {name: entry for each in written for name, entry in each.files.items()}
+                if isinstance(each, TrainwrightError):
+                    raise each
+                files |= each
             _require_files(part.draft, files)
             (part.draft / SHARDS).write_text(json.dumps(part.index), "utf-8")
             (part.draft / "state.json").write_text(values_as_text(part.values), "utf-8")
@@ -194,7 +185,12 @@ def _is_replicated(name: TensorName, tensor: Tensor) -> bool:
 
 
 def _plan_save(
-    offers: Sequence[_Offer], step: int, folder: Path, run: str, metadata: Mapping[str, Tree], guard: Callable[[], None]
+    offers: Sequence[_Offer | TrainwrightError],
+    step: int,
+    folder: Path,
+    run: str,
+    metadata: Mapping[str, Tree],
+    guard: Callable[[], None],
 ) -> list[SavedPart]:
     """Make the draft folder, and return the part that each rank writes, without tensors."""
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -202,7 +198,11 @@ def _plan_save(
     taken: set[str] = set()
     plans: list[SavePlan] = []
     values: StateDict = {}
+    trained: set[str] = set()
     for offer in offers:
+        if isinstance(offer, TrainwrightError):
+            raise offer
+        trained |= offer.trained
         kept = [item for item in offer.plan.items if item.index.fqn not in taken or item.index.fqn not in offer.single]
         plans.append(replace(offer.plan, items=kept))
         taken |= offer.single
@@ -223,7 +223,6 @@ def _plan_save(
     draft = draft_of_step(folder, step, run)
     with storage_errors(draft):
         begin_draft(draft, folder / name_of(step), run, num_bytes + len(json.dumps(index)))
-    trained = {name for offer in offers for name in offer.trained}
     parts = []
     for plan in final:
         names = tuple(_name_of_key(item.index.fqn) for item in plan.items)
@@ -231,7 +230,8 @@ def _plan_save(
     return [replace(parts[0], values={**values, "metadata": metadata}, index=index), *parts[1:]]
 
 
-def _write_part(part: SavedPart, rank: int) -> _Written:
+def _write_part(part: SavedPart, rank: int) -> dict[str, FileEntry] | TrainwrightError:
+    """Return the files that this rank has written, or the error that prevented it."""
     try:
         require_finite(part.step, part.tensors, part.trained)
         files = {}
@@ -243,12 +243,12 @@ def _write_part(part: SavedPart, rank: int) -> _Written:
                 fsync(path)
                 files[path.name] = file_entry(path)
         fsync(part.draft)
-        return _Written(files)
+        return files
     except FileNotFoundError as error:
         what = f"rank {rank} cannot find {part.draft}, the folder of the first rank: {error.strerror}"
-        return _Written({}, StorageError(what, remedy=_SHARED_FOLDER))
+        return StorageError(what, remedy=_SHARED_FOLDER)
     except Exception as error:
-        return _Written({}, _sendable_error(error, f"rank {rank} could not write its files: "))
+        return _sendable_error(error, f"rank {rank} could not write its files: ")
 
 
 def _require_files(draft: Path, files: Mapping[str, FileEntry]) -> None:
@@ -260,13 +260,6 @@ def _require_files(draft: Path, files: Mapping[str, FileEntry]) -> None:
                 f"{path}, which another rank has written, is missing or has another size on the first rank",
                 remedy=_SHARED_FOLDER,
             )
-
-
-def _offer_or_raise(offer: _Offer | None, error: TrainwrightError | None) -> _Offer:
-    if error is not None:
-        raise error
-    assert offer is not None
-    return offer
 
 
 def _sendable_error(error: Exception, start: str = "") -> TrainwrightError:

@@ -1,8 +1,9 @@
 """A folder of checkpoints: lists them, finds the newest intact one and the best one, and deletes old ones.
 
 The folder may be a link to a folder that also has files of another program, or checkpoints of another run. In all
-functions ``run`` is the identity of the run. Checkpoints of other runs are not listed. A checkpoint is deleted or
-replaced only if its manifest has this identity. A run without an identity has ``run=""``, also in its manifests.
+functions ``run`` is the identity of the run. Checkpoints of other runs are not listed, unless ``run`` is empty. A
+checkpoint is deleted or replaced only if its manifest has this identity. A run without an identity has ``run=""``, also
+in its manifests.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ def set_aside_newer(folder: Path, resumed: Path, run: str = "") -> list[Path]:
     manifest is not renamed, because another program may have written it. The pointer to the best checkpoint is removed
     if the best checkpoint is newer than ``resumed``.
     """
-    found, best = checkpoints(folder, run), _pointed_to(folder)
+    found, best = checkpoints(folder, run), pointed_to(folder)
     if best and best.step > (step_of(resumed) or 0):
         with suppress(OSError):
             (folder / BEST_FILE).unlink()
@@ -205,9 +206,9 @@ def read_best(folder: Path, run: str = "") -> Best | None:
     So a kill between the commit of a checkpoint and the write of the pointer loses nothing.
     """
     with suppress(OSError):
-        pointed_to, there = _pointed_to(folder), checkpoints(folder, run)
-        later = (path for path in there if pointed_to is None or (step_of(path) or 0) > pointed_to.step)
-        found = next((best for path in later if (best := _own_best(path))), pointed_to)
+        pointer, there = pointed_to(folder), checkpoints(folder, run)
+        later = (path for path in there if pointer is None or (step_of(path) or 0) > pointer.step)
+        found = next((best for path in later if (best := _own_best(path))), pointer)
         return found if found and folder / name_of(found.step) in there else None
     return None
 
@@ -216,7 +217,7 @@ def repair_best(folder: Path, run: str = "") -> Best | None:
     """Return ``read_best``, and write the pointer if a kill prevented that."""
     best = read_best(folder, run)
     with suppress(OSError):
-        if best and _pointed_to(folder) != best:
+        if best and pointed_to(folder) != best:
             write_best(folder, best, run)
     return best
 
@@ -228,7 +229,8 @@ def _own_best(path: Path) -> Best | None:
     return None
 
 
-def _pointed_to(folder: Path) -> Best | None:
+def pointed_to(folder: Path) -> Best | None:
+    """Return the content of the pointer to the best checkpoint; None without a valid one."""
     with suppress(UnreadableFile):
         return _as_best(read_json(folder / BEST_FILE))
     return None

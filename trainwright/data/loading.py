@@ -46,7 +46,7 @@ MIN_LENGTH_ERROR = 0.05
 
 
 class StepBatches:
-    """An endless iterable of StepBatch over a dataset; finite over an iterable dataset that ends.
+    """Iterates over the StepBatches of a dataset, epoch after epoch, until ``loading.epochs`` or an empty epoch.
 
     Iteration starts at ``cursor`` and visits every sample exactly once per epoch. The last step of an epoch is short
     unless ``drop_last``. A sample in quarantine is left out of its micro-batch and no other sample moves. An empty

@@ -20,7 +20,7 @@ Frame: TypeAlias = Any
 
 
 class Table(TensorDataset):
-    """Rows of (inputs float32 (N,), target).
+    """Rows of (inputs float32 (C,), target); C is the number of input columns.
 
     ``labels`` are the classes of a target of strings, by code; ``inputs`` are the names of the columns.
     """

@@ -366,4 +366,4 @@ MEANINGS: dict[Defect, Meaning] = {
         "fix it, so that the tokens are the same tomorrow: template_args: {date_string: 26 Jul 2024}",
     ),
 }
-"""All defects that are reported, in the order of the report."""
+"""All defects that are reported. The report lists them by severity, and those of one severity in this order."""

@@ -29,6 +29,7 @@ from trainwright.checkpoint.shards import is_sharded
 from trainwright.data.fingerprint import fingerprint
 from trainwright.data.loading import to_device
 from trainwright.data.padding import ATTENTION_KEY, IDS, IGNORE, LABELS, collate_of
+from trainwright.data.ready_batches import Say, silent
 from trainwright.data.unwrap import Unwrapped, length_of
 from trainwright.distributed.group import SOLO, World
 from trainwright.engine.evaluate import evaluating
@@ -273,7 +274,6 @@ def _reward_metrics(chosen_B: Tensor, rejected_B: Tensor) -> dict[str, Tensor]:
     }
 
 
-Say = Callable[[str], None]
 KIND = "reference"
 """Folder in the cache."""
 
@@ -333,7 +333,7 @@ def fill(
     autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
     precision: str = "fp32",
     cache: Path | None = None,
-    say: Say = lambda line: None,
+    say: Say = silent,
 ) -> None:
     """Compute the reference of datasets that need it with ``model``, or read it from the cache.
 
@@ -392,7 +392,7 @@ def _computed(
     return found_N2
 
 
-def require_preferences(samples: Any, say: Say = lambda line: None) -> None:
+def require_preferences(samples: Any, say: Say = silent) -> None:
     """Raise UsageError for samples that are no pairs of ids, and DataError for pairs that carry no preference.
 
     Those have completions without a label, or all pairs are equal. Reports the number of equal pairs and of pairs that
