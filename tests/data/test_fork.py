@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import multiprocessing
 import os
 import signal
 import time
@@ -137,6 +138,18 @@ def test_samples_are_tried_whatever_they_raise() -> None:
 
     assert try_in_fork(Some(), [0, 1], limit_s=60) == 2
     assert 2 in (try_in_fork(Some(), [0, 1, 2], limit_s=limit_s) for limit_s in LIMITS_S)
+
+
+def test_a_daemonic_process_reads_the_samples_itself() -> None:
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=lambda: there.send(list(read_in_fork(numbers(), limit_s=60))), daemon=True)
+    process.start()
+    assert here.poll(60) and here.recv() == [0, 1, 2, 3, 4, 5]
+    process.join()
+    process.close()
+    here.close()
+    there.close()
 
 
 def test_without_fork_samples_are_read_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,13 +52,14 @@ def read_in_fork(read: Callable[[Begin], Iterator[T]], *, limit_s: float) -> Ite
     """Yield the items of ``read(begin)``, which runs in a forked process and pickles them.
 
     The fork costs a few milliseconds. It has one thread, and cannot use a GPU that this process uses. On macOS and
-    Windows ``read`` runs in this process, and the limit is checked between two items.
+    Windows, and in a daemonic process of multiprocessing, which may start no other, ``read`` runs in this process, and
+    the limit is checked between two items.
 
     Raises:
         DataError: The process ended early; names the sample.
         TooSlowError: It did not finish within ``limit_s``.
     """
-    if not CAN_FORK:
+    if not CAN_FORK or multiprocessing.current_process().daemon:
         yield from _read_here(read, limit_s)
         return
     place = mmap.mmap(-1, struct.calcsize("q"))  # the position of the sample
