@@ -160,12 +160,6 @@ def test_a_template_for_parts_gets_parts(tmp_path: Path) -> None:
     ]
 
 
-def test_a_call_that_the_template_leaves_out_is_named(tmp_path: Path) -> None:
-    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
-    record = {"messages": [TURNS[0], {"role": "assistant", "content": "", "tool_calls": [call]}]}
-    assert "content_left_out" in defects(opened(tmp_path, record))
-
-
 def test_marks_find_the_end_of_a_turn_that_is_rewritten(tmp_path: Path) -> None:
     template = MARKED.replace(
         "{% generation %}{{ m['content'] }}", "{% generation %}{{ m['content'].split('</think>')[-1] }}"

@@ -84,16 +84,6 @@ def test_keys_and_values_that_a_model_keeps_do_not_join_samples(cached: bool) ->
     assert compare_alone(model, batches()[0]).reason == ""
 
 
-@pytest.mark.slow
-def test_falcon_of_transformers_is_refused() -> None:
-    from transformers import FalconConfig, FalconForCausalLM
-
-    model = FalconForCausalLM(
-        FalconConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=2)
-    )
-    assert "see the tokens of other samples" in compare_alone(model, batches()[0]).reason
-
-
 def test_the_number_of_tokens_is_limited() -> None:
     packed, free = batches()
     assert compare_alone(llama(), packed, max_tokens=1).rows == 1

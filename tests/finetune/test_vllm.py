@@ -113,18 +113,13 @@ def batch() -> dict[str, Any]:
     return found
 
 
+def grpo(url: str, folder: Path | None = None) -> GRPO:
+    options: dict[str, Any] = {"completions": COMPLETIONS, "max_new_tokens": LONGEST, "tokenizer": make_tokenizer()}
+    return GRPO(even, vllm=url, vllm_folder=folder, **options)
+
+
 def test_completions_come_from_the_adapters_of_the_policy(server: Server, tmp_path: Path) -> None:
-    model, loss = (
-        policy(),
-        GRPO(
-            even,
-            completions=COMPLETIONS,
-            max_new_tokens=LONGEST,
-            tokenizer=make_tokenizer(),
-            vllm=server.url,
-            vllm_folder=tmp_path,
-        ),
-    )
+    model, loss = policy(), grpo(server.url, tmp_path)
     rollout = loss._generate_rollout(model, batch())
     model.eval()
     end = make_tokenizer().eos_token_id
@@ -144,17 +139,7 @@ def test_completions_come_from_the_adapters_of_the_policy(server: Server, tmp_pa
 
 
 def test_adapters_are_sent_when_they_have_changed(server: Server, tmp_path: Path) -> None:
-    model, loss = (
-        policy(),
-        GRPO(
-            even,
-            completions=COMPLETIONS,
-            max_new_tokens=LONGEST,
-            tokenizer=make_tokenizer(),
-            vllm=server.url,
-            vllm_folder=tmp_path,
-        ),
-    )
+    model, loss = policy(), grpo(server.url, tmp_path)
     optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1)
 
     def step() -> Tensor:
@@ -173,17 +158,7 @@ def test_adapters_are_sent_when_they_have_changed(server: Server, tmp_path: Path
 
 
 def test_the_seed_follows_from_the_random_state(server: Server, tmp_path: Path) -> None:
-    model, loss = (
-        policy(),
-        GRPO(
-            even,
-            completions=COMPLETIONS,
-            max_new_tokens=LONGEST,
-            tokenizer=make_tokenizer(),
-            vllm=server.url,
-            vllm_folder=tmp_path,
-        ),
-    )
+    model, loss = policy(), grpo(server.url, tmp_path)
     seeds = []
     for state in (5, 5, 6):
         torch.manual_seed(state)
@@ -194,7 +169,7 @@ def test_the_seed_follows_from_the_random_state(server: Server, tmp_path: Path) 
 
 def test_mistakes_are_named(server: Server) -> None:
     def generate(model: Any, url: str) -> None:
-        GRPO(even, completions=2, max_new_tokens=LONGEST, tokenizer=make_tokenizer(), vllm=url)(model, batch())
+        grpo(url)(model, batch())
 
     with pytest.raises(UsageError, match="only adapters"):
         generate(base(), server.url)

@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainwright.errors import StorageError, UsageError
+from trainwright.finetune.chat import Rendered
 from trainwright.finetune.defects import Defect
 from trainwright.finetune.encode import Encoded, Encoder
 from trainwright.finetune.layouts import BadRecord, Example, Pair, Use, example_of
@@ -235,54 +236,40 @@ class _Shard:
 
         Raises UsageError for bad records, unless ``on_bad_record`` is "skip".
         """
-        parsed = [(record, self._parsed(record)) for record in records]
-        examples = [each for _, item in parsed if item for each in _examples(item)]
-        rendered = []
-        bad_examples = set()
-        at = 0
-        for record, item in parsed:
-            for each in _examples(item) if item else ():
-                try:
-                    rendered.append(self.encoder.renderer.render(each) if each.messages else None)
-                except BadRecord as error:
-                    self.problems.append((record, error))
-                    rendered.append(None)
-                    bad_examples.add(at)
-                at += 1
+        rendered = [*map(self._rendered, records)]
         if self.problems and self.options.on_bad_record == "stop":
             raise self._error(len(records))
-        usable = [at not in bad_examples for at in range(len(examples))]
-        found = iter(
-            self.encoder.encode(
-                [each for each, good in zip(examples, usable, strict=True) if good],
-                [each for each, good in zip(rendered, usable, strict=True) if good],
-            )
-        )
-        encoded = [next(found) if good else None for good in usable]
-        rows, tokens, at = [], [], 0
+        examples = [each for item, _ in filter(None, rendered) for each in _examples(item)]
+        texts = [each for _, of_item in filter(None, rendered) for each in of_item]
+        encoded = iter(self.encoder.encode(examples, texts))
+        rows, tokens = [], []
         too_long: list[tuple[FileRecord, int]] = []
-        for (record, item), origin in zip(parsed, sources, strict=True):
-            count = len(_examples(item)) if item else 0
-            sequences, at = encoded[at : at + count], at + count
-            made = self._rows(record, item, sequences, origin, too_long)
-            rows += [row for row, _ in made]
-            tokens += [each for _, each in made if each is not None]
+        for record, usable, origin in zip(records, rendered, sources, strict=True):
+            if usable is None:
+                none = np.zeros(HASHES, np.uint32)
+                rows.append((0, record.line, 0, 0, int(Defect.BAD_RECORD), record.file, 0, 0, origin, none))
+                continue
+            item, of_item = usable
+            for row, each in self._rows(record, item, [next(encoded) for _ in of_item], origin, too_long):
+                rows.append(row)
+                tokens.append(each)
         if too_long:
             raise self._too_long(too_long)
         return np.array(rows, dtype=ROW), np.concatenate([*tokens, np.zeros(0, TOKEN)])
 
-    def _parsed(self, record: FileRecord) -> Example | Pair | None:
+    def _rendered(self, record: FileRecord) -> tuple[Example | Pair, list[Rendered | None]] | None:
+        """Return a record with the text of each of its conversations; None if it cannot be used."""
         try:
             if record.problem:
                 raise BadRecord(record.problem, record.remedy)
             fields = _renamed(record.fields, self.options.columns)
-            layout, found = example_of(fields, self.options.use, self.options.roles)
+            layout, item = example_of(fields, self.options.use, self.options.roles)
             if layout != self.layout:
                 raise BadRecord(
                     f"it has the layout {layout!r}, and the records before it have {self.layout!r}",
                     "convert the file to one layout, or make two data sets of it",
                 )
-            return found
+            return item, [self.encoder.renderer.render(each) if each.messages else None for each in _examples(item)]
         except BadRecord as error:
             self.problems.append((record, error))
             return None
@@ -290,21 +277,16 @@ class _Shard:
     def _rows(
         self,
         record: FileRecord,
-        item: Example | Pair | None,
-        sequences: Sequence[Encoded | None],
+        item: Example | Pair,
+        sequences: Sequence[Encoded],
         origin: int,
         too_long: list[tuple[FileRecord, int]],
-    ) -> list[tuple[Any, NDArray[Any] | None]]:
-        """Return (row, tokens) of each sequence of a record; no tokens if the record is left out."""
-        none = np.zeros(HASHES, np.uint32)
-        if item is None or any(each is None for each in sequences):
-            return [((0, record.line, 0, 0, int(Defect.BAD_RECORD), record.file, 0, 0, origin, none), None)]
-        whole = [each for each in sequences if each is not None]
-        longest = max(len(each.ids) for each in whole)
-        is_too_long = any(map(self.encoder.is_too_long, whole))
+    ) -> Iterator[tuple[Any, NDArray[Any]]]:
+        """Yield (row, tokens) of each sequence of a record. Adds a record to ``too_long`` if its length is an error."""
+        is_too_long = any(map(self.encoder.is_too_long, sequences))
         if is_too_long and self.options.truncate == "error":
-            too_long.append((record, longest))
-        cut = [self.encoder.cut(each) for each in whole]
+            too_long.append((record, max(len(each.ids) for each in sequences)))
+        cut = [self.encoder.cut(each) for each in sequences]
         parts = [part for each in _examples(item) for part in each.content()]
         extra = _pair_defects(item) if isinstance(item, Pair) else Defect(0)
         extra |= Defect.TOO_LONG if is_too_long and self.options.truncate == "drop" else Defect(0)
@@ -315,15 +297,13 @@ class _Shard:
         kept = all(each.supervised.any() for each in cut) and not extra & Defect.TOO_LONG
         identity, signed = content_hash(parts), signature(parts)
         answer = content_hash([each for each in parts if each[0] == "assistant"])
-        made: list[tuple[Any, NDArray[Any] | None]] = []
         for number, each in enumerate(cut):
             tokens = np.zeros(len(each.ids), TOKEN)
             tokens["id"], tokens["turn"], tokens["role"] = each.ids, each.turns, each.roles
             tokens["supervised"] = each.supervised
             defects = int(each.defects | extra)
             row = (len(tokens), record.line, identity, answer, defects, record.file, kept, number, origin, signed)
-            made.append((row, tokens))
-        return made
+            yield row, tokens
 
     def _error(self, count: int) -> UsageError:
         kinds: dict[str, list[tuple[FileRecord, BadRecord]]] = {}
