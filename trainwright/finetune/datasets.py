@@ -122,7 +122,7 @@ class TokenizedSet(Dataset[dict[str, Tensor]]):
             remedy = "set tokenizer to a folder or a hub name, or model.name in the recipe"
             raise UsageError("there is no tokenizer", remedy=remedy)
         template = template_text(chat_template)
-        self.template = template
+        self.template_override = template
         if isinstance(tokenizer, str | Path):
             self._source: TokenizerSource | None = TokenizerSource(
                 tokenizer, tokenizer_revision, trust_remote_code, template

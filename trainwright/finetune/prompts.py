@@ -78,7 +78,7 @@ class Prompts(Dataset[dict[str, Any]]):
             remedy = "set tokenizer to a folder or a hub name, or model.name in the recipe"
             raise UsageError("there is no tokenizer", remedy=remedy)
         template = template_text(chat_template)
-        self.template = template
+        self.template_override = template
         if isinstance(tokenizer, str | Path):
             self.tokenizer = TokenizerSource(tokenizer, tokenizer_revision, trust_remote_code, template).load()
         else:

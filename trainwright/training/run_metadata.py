@@ -95,7 +95,7 @@ def _write_hub(folder: RunFolder, job: Job) -> None:
             tokenizer: Any = next(filter(None, _each_given(dataset, "tokenizer")), None)
             if hasattr(tokenizer, "save_pretrained") and not _has_vocabulary(draft / "tokenizer.json", tokenizer):
                 tokenizer.save_pretrained(draft)  # tokens were added, or it is not that of the base model
-            if (template := next(filter(None, _each_given(dataset, "template")), None)) is not None:
+            if (template := next(filter(None, _each_given(dataset, "template_override")), None)) is not None:
                 (draft / CHAT_TEMPLATE).write_text(template, encoding="utf-8")
             draft.rename(folder.hub)
     except OSError as error:
