@@ -109,7 +109,6 @@ FORMS: dict[str, Objects] = {
     "an instance": _instance,
     "several": _several,
     "a class": lambda model: {"optimizer": AdamW, "lr": 0.01},
-    "a partial": lambda model: {"optimizer": partial(SGD, lr=0.1, momentum=0.9, nesterov=True)},
     "of the model": lambda model: {
         "optimizer": lambda model: [SGD(model[0].parameters(), 0.1), AdamW(model[3:].parameters())]
     },
@@ -179,17 +178,16 @@ def test_the_numbers_are_those_of_the_loop_by_hand(form: str) -> None:
     torch.testing.assert_close(weights(ours), weights(plain), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("form", ["one schedule for each", "OneCycleLR"])
-def test_the_doctor_runs_such_steps_again_and_finds_nothing(form: str) -> None:
+def test_the_doctor_runs_such_steps_again_and_finds_nothing() -> None:
     """It would see at once that the replay of a step has another rate, or leaves an optimizer out."""
     model, plain = net(), net()
-    result = fit(model, **FORMS[form](model), settings={"log.doctor": True})
+    result = fit(model, **_each_its_own(model), settings={"log.doctor": True})
     codes = {found.code for found in result.findings}
     assert codes <= {"schedule.unit_mismatch"}, "one of these schedules ends within the first epoch"
     log = [json.loads(line) for line in (result.run / "log.jsonl").read_text().splitlines()]
     again = [line["values"] for line in log if line["kind"] == "examined" and line["experiment"] == "again"]
     assert again and all(each["same_losses"] and each["norm_then"] == each["norm_now"] for each in again)
-    fit(plain, **FORMS[form](plain))
+    fit(plain, **_each_its_own(plain))
     assert torch.equal(weights(model), weights(plain))
 
 
@@ -353,12 +351,9 @@ def other() -> Any:
         (lambda m: {"optimizer": SGD(other(), 0.1)}, "not those of the model"),
         (lambda m: {"optimizer": [SGD(m.parameters(), 0.1), AdamW(m[0].parameters())]}, "2 parameters are in two"),
         (lambda m: {"optimizer": []}, "list of optimizers is empty"),
-        (lambda m: {"optimizer": 7}, "the optimizer is a int"),
         (lambda m: {"optimizer": [SGD(m.parameters(), 0.1), "adamw"]}, "the optimizer is a str"),
         (lambda m: {"optimizer": torch.optim.LBFGS(m.parameters())}, "needs closure"),
-        (lambda m: {"optimizer": torch.optim.LBFGS}, "needs closure"),
         (lambda m: {"optimizer": SGD(m.parameters(), 0.1), "lr": 0.2}, "lr=0.2 has no effect"),
-        (lambda m: {"optimizer": partial(SGD, lr=0.1), "lr": 0.2}, "lr=0.2 has no effect"),
         (lambda m: {"optimizer": lambda model: SGD(model.parameters(), 0.1), "lr": 0.2}, "lr=0.2 has no effect"),
         (lambda m: {"optimizer": lambda p: SGD(p, 0.1), "settings": {"optimizer.weight_decay": 0.1}}, "no effect"),
         (
@@ -366,13 +361,11 @@ def other() -> Any:
             "optimizer was passed",
         ),
         (lambda m: {"optimizer": SGD(m.parameters(), 0.1), "settings": {"optimizer": "adamw"}}, "optimizer was passed"),
-        (lambda m: {"optimizer": SGD, "settings": {"optimizer.use": "adamw"}}, "optimizer was passed"),
         (lambda m: {"optimizer": partial(SGD, momentums=0.9)}, "refuses its arguments"),  # type: ignore[call-arg]
         (lambda m: {"optimizer": lambda lr: 7}, "missing|refuses|optimizer is a"),
         (lambda m: {"schedule": StepLR(SGD(m.parameters(), 0.1), 3)}, "over another optimizer"),
         (lambda m: {"schedule": StepLR}, "StepLR cannot be made.*(.|\n)*functools.partial"),
         (lambda m: {"schedule": lambda optimizer: 7}, "gave a int"),
-        (lambda m: {"schedule": lambda: 1.0}, "takes neither one nor two"),
         (lambda m: {"schedule": lambda a, b, c: 1.0}, "takes neither one nor two"),
         (lambda m: {"schedule": lambda step: "a lot"}, "returned 'a lot' for step 0"),
         (lambda m: {"schedule": 0.1}, "the schedule is a float"),

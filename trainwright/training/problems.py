@@ -158,26 +158,13 @@ class _Examination:
         ask, live = self.recipe.model, self.parts.model if self.parts else None
         if live is None and not self._is_here(ask.use, MODELS):
             return None
-        found: list[nn.Module] = []
         with self._at("model.use"):
-            if train is None:  # the data set may define the number of classes
-                factory = find(ask.use, MODELS, "model", self.loaded.source)
-                given = {name: 0 for name in ("vocab_size", "classes") if name in parameters_of(factory)}
-                require_arguments(factory, {**given, **ask.args}, ask.use, "model", self.loaded.source)
-            else:
-                found += self._without_memory(Blueprint(self.loaded, train, no_loss, None, live))
-        return found[0] if found else None
-
-    def _without_memory(self, blueprint: Blueprint) -> Iterator[nn.Module]:
-        try:
-            with fake_tensors():
-                model = blueprint.bare_model(CPU)
-        except RecipeError:
-            raise
-        except UsageError:  # the model needs real memory
-            return
-        require_ready(model)
-        yield model
+            if train is not None:
+                return _without_memory(Blueprint(self.loaded, train, no_loss, None, live))
+            factory = find(ask.use, MODELS, "model", self.loaded.source)
+            of_data = {name: 0 for name in ("vocab_size", "classes") if name in parameters_of(factory)}
+            require_arguments(factory, {**of_data, **ask.args}, ask.use, "model", self.loaded.source)
+        return None
 
     def _model_settings(self, model: nn.Module) -> None:
         ask = self.recipe.model
@@ -270,3 +257,16 @@ class _Examination:
         if facts is not None:
             with self._at(""):
                 make_plan(self.recipe, facts, ranks=self.ranks)
+
+
+def _without_memory(blueprint: Blueprint) -> nn.Module | None:
+    """Return the model without memory for its weights; None if its code needs real memory."""
+    try:
+        with fake_tensors():
+            model = blueprint.bare_model(CPU)
+    except RecipeError:
+        raise
+    except UsageError:
+        return None
+    require_ready(model)
+    return model
