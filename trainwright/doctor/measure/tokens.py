@@ -240,6 +240,7 @@ def _ends_of_text(session: ReplaySession) -> set[int]:
 
 EVERY_STEP_UNTIL = 64  # All steps until this one are read, then every INTERVAL_STEPS-th
 INTERVAL_STEPS = 16
+MIN_LABELS = 4  # Fewer labels of a rare class are in ascending order by chance
 NAMES_OF_ENDS = ("eos_token_id", "eos_id", "eos_idx", "eos_index")
 BINARY = frozenset({"binary_cross_entropy", "binary_cross_entropy_with_logits"})
 
@@ -267,7 +268,11 @@ class Targets(Probe):
                 continue
             given = constants_of((loss.args[1:2] or loss.args, loss.kwargs.get("target")))
             for target in (c.tensor.detach() for c in given if c.is_unchanged and c.tensor.numel()):
-                if len(self._ranges) < EVERY_STEP_UNTIL and target.dim() and target.numel() == len(target):
+                if (
+                    len(self._ranges) < EVERY_STEP_UNTIL
+                    and target.numel() >= MIN_LABELS
+                    and target.numel() == len(target)
+                ):
                     self._ranges.append(torch.stack([target.min(), target.max()]).double())
                 if loss.name in BINARY:
                     ends = torch.stack([-target.min(), target.max()]).double()
@@ -293,12 +298,11 @@ class Targets(Probe):
 
 
 def _longest_ascent(ranges: list[list[float]]) -> int:
-    """Returns the most steps in a row of which none has a label below one of the step before, and two labels occur."""
+    """Returns the most steps in a row without a label below one of the step before. The last three have higher ones."""
     longest = start = 0
-    for n, (lowest, highest) in enumerate(ranges):
-        if n and lowest < ranges[n - 1][1]:
-            start = n
-        if highest > ranges[start][0] and highest == round(highest):
+    for n, (lowest, _) in enumerate(ranges):
+        start = n if n and lowest < ranges[n - 1][1] else start
+        if n - start >= 3 and ranges[n - 2][1] > ranges[start][0]:
             longest = max(longest, n + 1 - start)
     return longest
 

@@ -229,17 +229,16 @@ def structure(session: ReplaySession) -> WiringFacts:
 def _is_in_use(name: str, called: Sequence[str], modules: Mapping[str, nn.Module]) -> bool:
     """Returns True if a module of the user that should use this weight was called.
 
-    Not for layers in a list of which others are called, such as experts, and not for modules of libraries.
+    Not for layers in a list of which others are called, such as experts, and modules of libraries.
     """
     path = name.rpartition(".")[0]
     while path and not any(each == path or each.startswith(f"{path}.") for each in called):
         path = path.rpartition(".")[0]
-    if path not in called:
-        return False
+    is_called = path in called
     while path and type(modules[path]).__module__.startswith("torch."):
         path = path.rpartition(".")[0]
     kind = type(modules[path]) if path in modules else nn.Module
-    return "site-packages" not in str(getattr(sys.modules.get(kind.__module__), "__file__", ""))
+    return is_called and "site-packages" not in str(getattr(sys.modules.get(kind.__module__), "__file__", ""))
 
 
 def _unregistered(session: ReplaySession, leaves: dict[int, Tensor]) -> dict[str, Tensor]:

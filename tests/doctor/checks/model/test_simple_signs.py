@@ -403,7 +403,7 @@ def test_attention_over_the_samples(axis: int) -> None:
         (lambda m: setattr(m[0], "requires_grad", False), True),
         (lambda m: setattr(m[0].weight, "require_grad", False), True),
         (lambda m: setattr(m[0].weight, "requires_grad", False), False),
-        (lambda m: [setattr(m[0], "requires_grad", False), m[0].requires_grad_(False)], False),
+        (lambda m: setattr(m[0].requires_grad_(False), "requires_grad", False), False),
     ],
     ids=["a module", "misspelled", "a parameter", "both"],
 )

@@ -27,6 +27,7 @@ def unshuffled(run: RunContext) -> Results:
     if facts is None or not facts.entropies:
         if targets is not None and targets.ascending >= MIN_BATCHES:
             yield run.finding(
+                severity="warning",
                 symptom=f"the labels of {targets.ascending} steps in a row are sorted by class",
                 where=Where(op="cross_entropy"),
                 evidence=[("steps in a row without a label below one of the step before", targets.ascending, "2 to 3")],

@@ -19,12 +19,7 @@ def validation_augmented(run: RunContext, facts: EvaluationFacts) -> Results:
     Usual cause: `random_split` divides one dataset, so both parts share its random transforms; or the validation set is
     a copy of the training set.
 
-    Looks like: evaluation.in_train_mode and evaluation.dropout_ignores_mode, where the model is random.
-
-    Fix: make two datasets over the same files, one with random transforms and one without, and split their indices:
-
-        train = Subset(ImageFolder(root, random_transforms), indices[:n])
-        val = Subset(ImageFolder(root, fixed_transforms), indices[n:])
+    Fix: make two datasets over the same files, one with random transforms and one without, and split their indices.
 
     Sources: LBANN/lbann#1019, udacity/deep-learning-v2-pytorch#132, gpleiss/efficient_densenet_pytorch#51.
     """
