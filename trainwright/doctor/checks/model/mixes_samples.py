@@ -38,8 +38,6 @@ def mixes_samples(run: RunContext, facts: FunctionFacts) -> Results:
     yield run.finding(
         symptom=f"with one sample of a batch replaced, others change their outputs, first in {in_words(found.module)}",
         severity="info" if found.amount < MIN_DEVIATION and not (facts.are_graphs or softmax) else "warning",
-        where=Where(module=softmax.module, op="softmax", source=softmax.line)
-        if softmax
-        else Where(module=found.module, source=found.line),
+        where=Where(module=(softmax or found).module, source=(softmax or found).line),
         evidence=[("change of the others' outputs, in standard deviations", found.amount, f"<= {found.limit:.2g}")],
     )
