@@ -68,6 +68,7 @@ class EvaluationFacts:
     stale_at: str | None = None  # Line that reads it
     altered: float = 0.0  # Fraction of the samples that differ from those with equal labels in the last evaluation
     altered_at: str | None = None  # Line that calls the model with them
+    is_shared: bool = False  # Their dataset is that of training, or shares data or transforms with it
     renamed: RenamedClasses | None = (
         None  # Classes whose samples are predicted as another class, each class as a different one
     )

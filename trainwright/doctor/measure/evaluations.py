@@ -61,12 +61,14 @@ class Evaluations(Probe):
         self._same: dict[tuple[Site, int], bool] = {}
         self._called: dict[Site, list[int]] = {}
         self._still, self._is_copy = 0, False
-        self._batch: tuple[int, list[Tensor]] | None = None  # the newest batch, and the id of its dataset
+        self._batch: tuple[object, list[Tensor]] | None = None  # the newest batch, and its dataset
+        self._trained_on: object = None  # the dataset of the newest training batch
         # the labels and a weighted sum of each sample in this and the last evaluation, by call site and dataset
         self._samples: dict[tuple[Site, int], list[tuple[Tensor, Tensor]]] = {}
         self._samples_before: dict[tuple[Site, int], tuple[Tensor, Tensor]] = {}
         self._altered = 0.0
         self._altered_at: str | None = None
+        self._is_shared = False  # the datasets of training and evaluation are one, or share data or transforms
 
     def begin(self, site: WatchSite) -> None:
         self._sites.follow = self._observe
@@ -79,6 +81,7 @@ class Evaluations(Probe):
         self._site = None
         if torch.is_grad_enabled():
             self._in_step = True
+            (self._trained_on, _), self._batch = self._batch or (self._trained_on, None), None
             if self._outputs.are_there:
                 self._outputs.trained_on(tensors_of((args, kwargs), 3))
         elif not self._in_step and self._is_followed(site := self._sites.current):
@@ -86,7 +89,7 @@ class Evaluations(Probe):
             self._read_samples(site)
 
     def on_batch(self, iterator: object, ids: object, batch: object, wait_s: float) -> None:
-        self._batch = None if self._in_step else (id(getattr(iterator, "_dataset", None)), tensors_of(batch, 3))
+        self._batch = None if self._in_step else (getattr(iterator, "_dataset", None), tensors_of(batch, 3))
 
     def _read_samples(self, site: Site) -> None:
         """Keeps the labels of the newest batch, and one number for each sample that depends on all of its values."""
@@ -98,7 +101,8 @@ class Evaluations(Probe):
         if x is not None and labels and len(labels[0]) == len(x):
             flat = x.detach().flatten(1).double()
             sums = flat @ torch.arange(1.0, flat.shape[1] + 1, dtype=flat.dtype, device=flat.device)
-            self._samples.setdefault((site, dataset), []).append((labels[0].clone(), sums))
+            self._samples.setdefault((site, id(dataset)), []).append((labels[0].clone(), sums))
+            self._is_shared |= bool(_parts_of(dataset) & _parts_of(self._trained_on))
 
     def _compare_samples(self) -> None:
         """Finds evaluated samples whose values differ from those in the last evaluation, though the labels are equal.
@@ -241,6 +245,7 @@ class Evaluations(Probe):
                 stale_at=self._outputs.stale_at,
                 altered=self._altered,
                 altered_at=self._altered_at,
+                is_shared=self._is_shared,
                 renamed=renamed,
             )
             self.urgent |= stale > 1
@@ -267,6 +272,14 @@ def _is_copy(module: nn.Module, roots: Sequence[nn.Module]) -> bool:
         return False
     shapes = [[p.shape for p in root.parameters()] for root in roots]
     return bool(theirs) and not any(id(p) in ours for p in theirs) and [p.shape for p in theirs] in shapes
+
+
+def _parts_of(dataset: object) -> set[int]:
+    """Returns the ids of a dataset without wrappers such as ``Subset``, and of the objects in its attributes."""
+    while (inner := getattr(dataset, "dataset", None)) is not None:
+        dataset = inner
+    held = (each for each in (getattr(dataset, "__dict__", None) or {}).values())
+    return {id(dataset), *(id(each) for each in held if hasattr(each, "__dict__") or isinstance(each, list | Tensor))}
 
 
 def _has_target_per_token(ids: Tensor, target: Tensor) -> bool:

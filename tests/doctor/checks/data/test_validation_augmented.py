@@ -31,19 +31,22 @@ def flipped(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("y", "change", "is_found"),
+    ("y", "change", "is_found", "shares"),
     [
-        (torch.arange(128) ** 2 % 7, flipped, True),
-        (torch.arange(128) ** 2 % 7, torch.Tensor.clone, False),
-        (torch.arange(128) % 4, flipped, False),
+        (torch.arange(128) ** 2 % 7, flipped, True, True),
+        (torch.arange(128) ** 2 % 7, lambda x: x + torch.randn(()), True, False),
+        (torch.arange(128) ** 2 % 7, torch.Tensor.clone, False, True),
+        (torch.arange(128) % 4, flipped, False, True),
     ],
-    ids=["augmented", "fixed", "labels in a regular order, as of episodes"],
+    ids=["augmented", "simulated", "fixed", "labels in a regular order, as of episodes"],
 )
-def test_validation_data_that_change(y: Tensor, change: Callable[[Tensor], Tensor], is_found: bool) -> None:
+def test_validation_data_that_change(
+    y: Tensor, change: Callable[[Tensor], Tensor], is_found: bool, shares: bool
+) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(192, 7))
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
-    train, val = DataLoader(Augmented(y, flipped), 32, shuffle=True), DataLoader(Augmented(y, change), 32)
+    train, val = DataLoader(Augmented(y.clone(), flipped), 32, shuffle=True), DataLoader(Augmented(y, change), 32)
     with tw.watch(model, optimizer, out=None, quiet=True, examine="listen") as watch:
         for _ in range(3):
             for x, t in train:
@@ -54,7 +57,8 @@ def test_validation_data_that_change(y: Tensor, change: Callable[[Tensor], Tenso
                 right = [(model(x).argmax(1) == t).float().mean().item() for x, t in val]
             assert right
     assert watch.session.failures == []
-    assert ("data.validation_augmented" in {each.code for each in watch.findings()}) == is_found
+    found = [each.severity for each in watch.findings() if each.code == "data.validation_augmented"]
+    assert found == (["warning" if shares else "info"] if is_found else [])
 
 
 @pytest.mark.parametrize("is_sorted", [True, False])

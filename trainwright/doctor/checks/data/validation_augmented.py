@@ -14,7 +14,8 @@ def validation_augmented(run: RunContext, facts: EvaluationFacts) -> Results:
     How it is detected: two evaluations in a row read the same labels in the same order from a loader, and at least a
     tenth of the samples have other values. The first four evaluations at a call site are compared.
 
-    Exceptions: labels in a regular order, such as those of few-shot episodes; targets that are not classes.
+    Exceptions: labels in a regular order, such as those of few-shot episodes; targets that are not classes. Reported
+    only with -v if the datasets share neither data nor transforms: samples of a simulation may be new each time.
 
     Usual cause: `random_split` divides one dataset, so both parts share its random transforms; or the validation set is
     a copy of the training set.
@@ -26,6 +27,7 @@ def validation_augmented(run: RunContext, facts: EvaluationFacts) -> Results:
     if facts.altered >= MIN_ALTERED:
         yield run.finding(
             max(1, facts.after),
+            severity="warning" if facts.is_shared else "info",
             symptom=f"{facts.altered:.0%} of the evaluated samples have other values than in the last evaluation",
             where=Where(source=facts.altered_at),
             evidence=[("samples with the same label and other values", round(facts.altered, 3), 0.0)],
