@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 from trainwright.runs.json_values import Event
@@ -18,8 +18,6 @@ class GroupFacts:
     with_grad: int  # Number of tensors with a gradient
     lr: float | None = None  # Learning rate; None if the optimizer has none
     initial_lr: float | None = None  # The ``initial_lr`` that a scheduler wrote; None without one
-    # Factors of the learning rate, such as ``lr_scale``, that the source code of the optimizer does not mention
-    unread: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

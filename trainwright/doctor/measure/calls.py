@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import math
-import sys
 from collections.abc import Sequence
-from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -223,7 +220,6 @@ class Calls(Probe):
                 with_grad=sum(p.grad is not None for p in group["params"]),
                 lr=_number(group.get("lr")),
                 initial_lr=_number(group.get("initial_lr")),
-                unread=_unread(optimizer, group),
             )
             for group in optimizer.param_groups
         )
@@ -252,22 +248,6 @@ class Calls(Probe):
         by_id = {id(p): g for p, g in zip(self._parameters, step.values.get("carried") or ()) if g is not None}
         grads = [[by_id[id(p)] for p in owned_by(each) if id(p) in by_id] for each in self._optimizers]
         return tuple(math.sqrt(sum(float(own_part(g).float().norm()) ** 2 for g in each)) for each in grads)
-
-
-def _unread(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, float]:
-    """Returns entries of a group such as ``lr_scale``, which the source of the optimizer does not mention, by name.
-
-    Bounds of a schedule, such as ``max_lr``, are left out.
-    """
-    names = [name for name in group if name not in optimizer.defaults and not name.endswith(("lr", "params"))]
-    named = [name for name in names if {"lr", "learning"} & set(name.split("_")) and type(group[name]) is float]
-    if not named:
-        return {}
-    try:
-        source = inspect.getsource(sys.modules[type(optimizer).__module__])
-    except (OSError, TypeError):
-        return {}
-    return {name: group[name] for name in named if name not in source}
 
 
 class Scaler(Probe):

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from tests.doctor.checks.calls import CARRIED, HEALTHY, B, F, S, Z, fires, steps
 from tests.doctor.checks.data.loops import exam
@@ -16,7 +15,6 @@ from trainwright.doctor.facts.calls import CallsFacts, GroupFacts, OptimizerFact
 from trainwright.doctor.facts.loss import AccumulationFacts
 from trainwright.doctor.facts.weights import BatchStepsFacts, LoadedMomentsFacts, UpdateFacts, WeightsFacts
 from trainwright.doctor.finding import Finding
-from trainwright.doctor.measure.calls import _unread
 
 
 def clip(at: float = 1.0, norm: float = 5.0, parameters: int = 6) -> tuple[str, dict[str, Any]]:
@@ -99,38 +97,6 @@ def test_a_group_at_zero() -> None:
     assert fires(code, (1, facts), (2, facts), made=made) == ["warning"]
     assert fires(code, (1, facts), made=made) == []
     assert fires(code, (1, warming), (2, warming), made=made) == []
-
-
-@pytest.mark.parametrize(
-    ("rates", "expected"), [((0.1, 0.1), ["warning"]), ((0.1, 0.05), [])], ids=["unread", "multiplied"]
-)
-def test_factors_of_the_learning_rate(rates: tuple[float, float], expected: list[str]) -> None:
-    groups = tuple(replace(GROUP, lr=lr, unread={"lr_scale": scale}) for lr, scale in zip(rates, (1.0, 0.5)))
-    facts = replace(CALLS, optimizers=(OptimizerFacts(12, 0, groups),))
-    code, made = "optim.group_factor_unread", steps(*HEALTHY)
-    assert fires(code, (4, facts), made=made) == expected
-    assert fires(code, (2, facts), made=made[:2]) == []
-
-
-class ReadsMult(torch.optim.SGD):
-    """An optimizer with ``lr_mult`` in its source."""
-
-
-@pytest.mark.parametrize(
-    ("kind", "name", "value", "unread"),
-    [
-        (torch.optim.AdamW, "lr_scale", 0.5, {"lr_scale": 0.5}),
-        (torch.optim.AdamW, "learning_rate", 1e-5, {"learning_rate": 1e-5}),
-        (torch.optim.AdamW, "max_lr", 0.5, {}),
-        (torch.optim.AdamW, "depth", 0.5, {}),
-        (ReadsMult, "lr_mult", 0.5, {}),
-    ],
-)
-def test_names_in_the_groups(
-    kind: type[torch.optim.Optimizer], name: str, value: float, unread: dict[str, float]
-) -> None:
-    optimizer = kind([{"params": [torch.nn.Parameter(torch.zeros(2))], name: value}], lr=0.1)  # type: ignore[call-arg]
-    assert _unread(optimizer, optimizer.param_groups[0]) == unread
 
 
 def test_scaled_gradients() -> None:
