@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,12 +18,31 @@ from trainwright.doctor.measure.nonfinite import loss_scale as recorded_scale
 from trainwright.recorder.program import ClipGradients, OptimizerStep
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.replay.functions import OpHandler, function_name
-from trainwright.replay.replayer import Intervention, ReplayResult
+from trainwright.replay.replayer import UNCHANGED, Intervention, ReplayResult
 from trainwright.replay.session import ReplaySession
-from trainwright.replay.trials import DEFAULT_STEPS, NotTried, RegisteredTrial, course
 
+DEFAULT_STEPS = 24.0  # Duration of a trial in training steps: eight unchanged updates, and eight with the remedy
 NUM_UPDATES = 8  # Number of updates on one batch
 MAX_STEPS = 32  # Maximum number of recorded steps that are replayed
+
+
+class NotTried(Exception):
+    """A remedy cannot be tried on this step. The message has the reason."""
+
+
+class RegisteredTrial(NamedTuple):
+    """A trial: ``run(session, **args)`` returns text on the outcome, with numbers, or raises NotTried.
+
+    ``steps`` is its approximate duration in training steps.
+    """
+
+    run: Callable[..., str]
+    steps: float
+
+
+def course(losses: Sequence[float]) -> str:
+    """Returns text on the first and the last of some losses."""
+    return f"{losses[0]:.4g} -> {losses[-1]:.4g}"
 
 
 def compare_losses(what: str, was: list[float], now: list[float]) -> str:
@@ -32,21 +51,23 @@ def compare_losses(what: str, was: list[float], now: list[float]) -> str:
     return f"{better}{what}: loss {course(now)} in {len(now)} steps; unchanged: {course(was)} in {len(was)} steps"
 
 
+def _compare_updates(session: ReplaySession, what: str, change: Intervention) -> str:
+    """Compares updates on this batch with a change and without."""
+    was, now = (session.train(NUM_UPDATES, each, repeat=True) for each in (UNCHANGED, change))
+    return compare_losses(what, was, now)
+
+
 def other_lr(session: ReplaySession, factor: float) -> str:
     """Tries updates on this batch with the learning rate times ``factor``."""
-    was = session.train(NUM_UPDATES, repeat=True)
-    now = session.train(NUM_UPDATES, Intervention(lr=factor), repeat=True)
-    return compare_losses(f"with the learning rate x {factor:g}", was, now)
+    return _compare_updates(session, f"with the learning rate x {factor:g}", Intervention(lr=factor))
 
 
 def another_rate(session: ReplaySession, lr: float) -> str:
     """Tries updates on this batch with the learning rate ``lr``."""
     if lr <= 0:
         raise NotTried("no other learning rate is known")
-    changed = Intervention(group=lambda step, group: {"lr": lr})
-    was = session.train(NUM_UPDATES, repeat=True)
-    now = session.train(NUM_UPDATES, changed, repeat=True)
-    return compare_losses(f"with a learning rate of {lr:.3g}", was, now)
+    change = Intervention(group=lambda step, group: {"lr": lr})
+    return _compare_updates(session, f"with a learning rate of {lr:.3g}", change)
 
 
 def weight_decay(session: ReplaySession, to: float) -> str:
@@ -84,9 +105,7 @@ def group_lr(session: ReplaySession, optimizer: int, group: int, lr: float) -> s
     def change(step: int, live: dict[str, Any]) -> dict[str, Any]:
         return {"lr": lr} if live["params"] and id(live["params"][0]) == first else {}
 
-    was = session.train(NUM_UPDATES, repeat=True)
-    now = session.train(NUM_UPDATES, Intervention(group=change), repeat=True)
-    return compare_losses(f"with a learning rate of {lr:g} for group {group}", was, now)
+    return _compare_updates(session, f"with a learning rate of {lr:g} for group {group}", Intervention(group=change))
 
 
 def with_optimizer(session: ReplaySession, names: list[str]) -> str:
@@ -99,9 +118,7 @@ def with_optimizer(session: ReplaySession, names: list[str]) -> str:
     def change(step: int, group: dict[str, Any]) -> dict[str, Any]:
         return {"params": more} if group["params"] and group["params"][0] is held[0] else {}
 
-    was = session.train(NUM_UPDATES, repeat=True)
-    now = session.train(NUM_UPDATES, Intervention(group=change), repeat=True)  # a replay restores changes made outside
-    return compare_losses(f"with {len(names)} more parameters in the optimizer", was, now)
+    return _compare_updates(session, f"with {len(names)} more parameters in the optimizer", Intervention(group=change))
 
 
 def logits_instead_of_probabilities(session: ReplaySession) -> str:

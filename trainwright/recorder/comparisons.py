@@ -7,8 +7,7 @@ outputs with targets.
 from __future__ import annotations
 
 import inspect
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import CodeType
@@ -21,6 +20,7 @@ from trainwright.recorder.callers import Line, caller, calling_frame, line_withi
 from trainwright.recorder.listener import Listener, inside
 from trainwright.recorder.pausable import PausableMode
 from trainwright.recorder.program import tensors_of
+from trainwright.recorder.tensor_notes import TensorNotes
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 
 Site: TypeAlias = tuple[Line, CodeType | None, Line]
@@ -108,11 +108,9 @@ class ComparedOutputs(PausableMode):
     ) -> None:
         super().__init__()
         self._sites, self._compared = sites, compared
-        self._outputs: dict[int, tuple[weakref.ref[Tensor], Made]] = {}
-        # tensors that are computed from no data: noise, zeros, constants of the loop
-        self._own: dict[int, weakref.ref[Tensor]] = {}
-        # the tensors with a graph that were read, by id, and the passes after which each was read
-        self._stale: dict[int, tuple[weakref.ref[Tensor], set[int]]]
+        self._outputs: TensorNotes[Made] = TensorNotes()
+        self._constants: TensorNotes[None] = TensorNotes()  # tensors made of no data: noise, zeros
+        self._passes: TensorNotes[set[int]] = TensorNotes()  # the passes after which each tensor with a graph was read
         self.stale_reads: int
         """The most passes after which the loop read one tensor that the training has made."""
         self.stale_at: str | None
@@ -120,10 +118,10 @@ class ComparedOutputs(PausableMode):
 
     def forget(self) -> None:
         """Forgets all tensors, because a new pass begins."""
-        self._outputs.clear()
-        self._own.clear()
+        for notes in (self._outputs, self._constants, self._passes):
+            notes.clear()
         self.stale_reads, self.stale_at = 0, None
-        self._num_returned, self._stale = 0, {}
+        self._num_returned = 0
         self._generating: set[Site] = set()  # sites whose outputs become inputs again, as in a sampler
 
     @property
@@ -134,16 +132,16 @@ class ComparedOutputs(PausableMode):
     def trained_on(self, tensors: Iterable[Tensor]) -> None:
         """Records training inputs. The sites that made them are part of the training: a rollout, a teacher."""
         if self._outputs:
-            self._sites.exclude(site for each in tensors if (made := self._made(each)) for site in made.sites)
+            self._sites.exclude(site for each in tensors if (made := self._outputs.get(each)) for site in made.sites)
 
     def returned(self, output: object, inputs: object, site: Site) -> None:
         """Records an output. A 0-d output of several inputs counts as a loss: targets are among the inputs."""
         self._num_returned += 1
         tensors, given = tensors_of(output), tensors_of(inputs, 3)
-        if any(self._made(each) for each in given):
+        if any(each in self._outputs for each in given):
             self._generating.add(site)
         for each in tensors:
-            self._remember(each, Made(frozenset({site})))
+            self._outputs[each] = Made(frozenset({site}))
         if len(given) > 1 and any(not each.dim() and each.is_floating_point() for each in tensors):
             self._sites.add({site})
 
@@ -156,22 +154,20 @@ class ComparedOutputs(PausableMode):
         return result
 
     def _note(self, function: TorchFunction, args: Args, kwargs: Kwargs, result: object) -> None:
-        name, inputs = plain_name(function), _leaves((args, kwargs))
-        made = [known for each in inputs if (known := self._made(each)) is not None]
+        name, inputs = plain_name(function), tensors_of((args, kwargs), 3)
+        made = [known for each in inputs if (known := self._outputs.get(each)) is not None]
         for each in () if torch.is_grad_enabled() else inputs:
             if each.grad_fn is not None:
-                stale = self._stale.get(id(each))
-                if stale is None or stale[0]() is not each:  # a new tensor may have the id of a deleted one
-                    stale = self._stale[id(each)] = weakref.ref(each), set()
-                passes = stale[1]
+                if (passes := self._passes.get(each)) is None:
+                    passes = self._passes[each] = set()
                 passes.add(self._num_returned)
                 if len(passes) > self.stale_reads:
                     self.stale_reads, self.stale_at = len(passes), caller()
         if not made:
-            if all(self._is_own(each) for each in inputs):
+            if all(each in self._constants for each in inputs):
                 for each in tensors_of(result, 2):
                     if name not in CONVERSIONS or each.numel() < 2:
-                        self._own[id(each)] = weakref.ref(each)
+                        self._constants[each] = None
             return
         sites = frozenset().union(*(each.sites for each in made))
         is_joined = any(each.is_joined for each in made)
@@ -185,34 +181,11 @@ class ComparedOutputs(PausableMode):
         is_equality = name in EQUALITY and any(each.numel() > 1 or inputs[0].numel() == 1 for each in targets)
         if targets and (is_equality or name in loss_functions()):
             self._sites.add(sites)
-            self._compared(name, next(each for each in inputs if self._made(each)), targets[0])
+            self._compared(name, next(each for each in inputs if each in self._outputs), targets[0])
         is_joined |= name in JOINS and any(each.dim() for each in targets)
         for each in [inputs[0]] if name == "setitem" else tensors_of(result, 2):
-            self._remember(each, Made(sites, is_joined))
-
-    def _remember(self, tensor: Tensor, made: Made) -> None:
-        key = id(tensor)
-        self._outputs[key] = (weakref.ref(tensor, lambda _: self._outputs.pop(key, None)), made)
-
-    def _made(self, tensor: Tensor) -> Made | None:
-        reference, made = self._outputs.get(id(tensor), (None, None))
-        return made if reference is not None and reference() is tensor else None
+            self._outputs[each] = Made(sites, is_joined)
 
     def _may_be_target(self, tensor: Tensor) -> bool:
-        is_data = not isinstance(tensor, nn.Parameter) and not self._is_own(tensor)
-        return is_data and self._made(tensor) is None and tensor.numel() > 0
-
-    def _is_own(self, tensor: Tensor) -> bool:
-        reference = self._own.get(id(tensor))
-        return reference is not None and reference() is tensor
-
-
-def _leaves(value: object, depth: int = 3) -> list[Tensor]:
-    """Returns the tensors in the arguments of a function."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, Mapping):
-        value = tuple(value.values())
-    if depth and isinstance(value, tuple | list):
-        return [each for item in value for each in _leaves(item, depth - 1)]
-    return []
+        is_made = isinstance(tensor, nn.Parameter) or tensor in self._constants or tensor in self._outputs
+        return tensor.numel() > 0 and not is_made

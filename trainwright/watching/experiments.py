@@ -18,7 +18,7 @@ from trainwright.checkpoint.snapshot import LiveObjects
 from trainwright.doctor.diagnose import USER_CHECK_PREFIX, UserCheckFacts
 from trainwright.doctor.finding import ExperimentRequest, RemedyTrial
 from trainwright.doctor.measure import REPLAYS
-from trainwright.doctor.remedies import TRIALS
+from trainwright.doctor.remedies import TRIALS, NotTried
 from trainwright.errors import DataError, text_of
 from trainwright.recorder.program import Backward, Constant, RecordedStep, mapped
 from trainwright.recorder.ranks import own_part
@@ -30,7 +30,6 @@ from trainwright.replay.experiments import DEFAULT_STEPS, Experiment
 from trainwright.replay.memory import NOT_ENOUGH_MEMORY, ReplayMemory, free_what_it_holds
 from trainwright.replay.replayer import NotReplayable, Replayer
 from trainwright.replay.session import ReplaySession
-from trainwright.replay.trials import NotTried
 from trainwright.runs.json_values import Facts
 from trainwright.runs.records import Tried
 from trainwright.watching.budget import ExaminationBudget

@@ -12,14 +12,13 @@ from torch import Tensor
 
 from trainwright.doctor.context import RunContext
 from trainwright.doctor.diagnose import diagnose
-from trainwright.doctor.remedies import NUM_UPDATES, TRIALS, clip_at, compare_losses
+from trainwright.doctor.remedies import NUM_UPDATES, TRIALS, NotTried, clip_at, compare_losses
 from trainwright.errors import UsageError, require_choice, suggest
 from trainwright.recorder.program import mapped
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.replay.functions import function_name
 from trainwright.replay.replayer import UNCHANGED, Intervention, ReplayResult
 from trainwright.replay.session import ReplaySession
-from trainwright.replay.trials import NotTried
 from trainwright.runs.records import Record
 
 CHANGES = {
