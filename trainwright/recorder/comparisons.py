@@ -108,7 +108,8 @@ class ComparedOutputs(PausableMode):
     ) -> None:
         super().__init__()
         self._sites, self._compared = sites, compared
-        self._outputs: TensorNotes[Made] = TensorNotes()
+        self.derived: TensorNotes[Made] = TensorNotes()
+        """Tensors that were computed from outputs of a model."""
         self._constants: TensorNotes[None] = TensorNotes()  # tensors made of no data: noise, zeros
         self._passes: TensorNotes[set[int]] = TensorNotes()  # the passes after which each tensor with a graph was read
         self.stale_reads: int
@@ -118,30 +119,25 @@ class ComparedOutputs(PausableMode):
 
     def forget(self) -> None:
         """Forgets all tensors, because a new pass begins."""
-        for notes in (self._outputs, self._constants, self._passes):
+        for notes in (self.derived, self._constants, self._passes):
             notes.clear()
         self.stale_reads, self.stale_at = 0, None
         self._num_returned = 0
         self._generating: set[Site] = set()  # sites whose outputs become inputs again, as in a sampler
 
-    @property
-    def are_there(self) -> bool:
-        """True if any tensor that was computed from outputs is alive."""
-        return bool(self._outputs)
-
     def trained_on(self, tensors: Iterable[Tensor]) -> None:
         """Records training inputs. The sites that made them are part of the training: a rollout, a teacher."""
-        if self._outputs:
-            self._sites.exclude(site for each in tensors if (made := self._outputs.get(each)) for site in made.sites)
+        if self.derived:
+            self._sites.exclude(site for each in tensors if (made := self.derived.get(each)) for site in made.sites)
 
     def returned(self, output: object, inputs: object, site: Site) -> None:
         """Records an output. A 0-d output of several inputs counts as a loss: targets are among the inputs."""
         self._num_returned += 1
         tensors, given = tensors_of(output), tensors_of(inputs, 3)
-        if any(each in self._outputs for each in given):
+        if any(each in self.derived for each in given):
             self._generating.add(site)
         for each in tensors:
-            self._outputs[each] = Made(frozenset({site}))
+            self.derived[each] = Made(frozenset({site}))
         if len(given) > 1 and any(not each.dim() and each.is_floating_point() for each in tensors):
             self._sites.add({site})
 
@@ -155,7 +151,7 @@ class ComparedOutputs(PausableMode):
 
     def _note(self, function: TorchFunction, args: Args, kwargs: Kwargs, result: object) -> None:
         name, inputs = plain_name(function), tensors_of((args, kwargs), 3)
-        made = [known for each in inputs if (known := self._outputs.get(each)) is not None]
+        made = [known for each in inputs if (known := self.derived.get(each)) is not None]
         for each in () if torch.is_grad_enabled() else inputs:
             if each.grad_fn is not None:
                 if (passes := self._passes.get(each)) is None:
@@ -181,11 +177,11 @@ class ComparedOutputs(PausableMode):
         is_equality = name in EQUALITY and any(each.numel() > 1 or inputs[0].numel() == 1 for each in targets)
         if targets and (is_equality or name in loss_functions()):
             self._sites.add(sites)
-            self._compared(name, next(each for each in inputs if each in self._outputs), targets[0])
+            self._compared(name, next(each for each in inputs if each in self.derived), targets[0])
         is_joined |= name in JOINS and any(each.dim() for each in targets)
         for each in [inputs[0]] if name == "setitem" else tensors_of(result, 2):
-            self._outputs[each] = Made(sites, is_joined)
+            self.derived[each] = Made(sites, is_joined)
 
     def _may_be_target(self, tensor: Tensor) -> bool:
-        is_made = isinstance(tensor, nn.Parameter) or tensor in self._constants or tensor in self._outputs
+        is_made = isinstance(tensor, nn.Parameter) or tensor in self._constants or tensor in self.derived
         return tensor.numel() > 0 and not is_made

@@ -82,7 +82,7 @@ class Evaluations(Probe):
         if torch.is_grad_enabled():
             self._in_step = True
             (self._trained_on, _), self._batch = self._batch or (self._trained_on, None), None
-            if self._outputs.are_there:
+            if self._outputs.derived:
                 self._outputs.trained_on(tensors_of((args, kwargs), 3))
         elif not self._in_step and self._is_followed(site := self._sites.current):
             self._site, self._given = site, tensors_of((args, kwargs), 3)
@@ -142,7 +142,7 @@ class Evaluations(Probe):
                 self._compare((self._site, len(called)), root, tensors_of((self._given, output), 6))
             self._outputs.start()
             self._parts.open(root)
-        elif self._in_step and self._outputs.are_there:  # a loss may use outputs from before the step
+        elif self._in_step and self._outputs.derived:  # a loss may use outputs from before the step
             self._outputs.start()
 
     def _compare(self, key: tuple[Site, int], root: nn.Module, tensors: list[Tensor]) -> None:
