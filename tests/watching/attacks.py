@@ -789,14 +789,6 @@ def stream_of_data(folder: Path) -> Program:
     return loaded(DataLoader(data, batch_size=8), lambda: (data.at, repr(data.source)))
 
 
-@attack
-def persistent_workers(folder: Path) -> Program:
-    data = TensorDataset(torch.randn(16, 4), torch.randint(3, (16,)))
-    own = torch.Generator().manual_seed(1)
-    loader = DataLoader(data, batch_size=8, shuffle=True, num_workers=1, persistent_workers=True, generator=own)
-    return loaded(loader, own.get_state)
-
-
 # modes, patches and odd programs
 
 

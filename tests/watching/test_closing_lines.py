@@ -72,24 +72,6 @@ def test_checks_that_need_no_replay(capsys: Captured) -> None:
     assert "none of them replayed" in examined and not any("not examined" in line for line in others)
 
 
-def test_what_could_not_be_replayed_is_said_with_the_reason(capsys: Captured) -> None:
-    torch.manual_seed(0)
-    model = nn.Linear(6, 3)
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(X), Y)
-        loss.backward()
-        return loss
-
-    with tw.watch(model, optimizer, out=None):
-        for _ in range(6):
-            optimizer.step(closure)
-    said = capsys.readouterr().err
-    assert re.search(r"^not replayed  6 of 6 recorded steps: .*closure", said, re.MULTILINE), said
-
-
 def test_a_loop_without_a_step_has_no_loss(capsys: Captured) -> None:
     said = "\n".join(lines_of(capsys, steps=0, out=None))
     assert "examined  0 recorded steps" in said and "no loss was measured" in said

@@ -574,12 +574,6 @@ def test_a_copy_and_a_pickle_made_inside() -> None:
     assert replays(watch)
 
 
-def test_a_pickle_made_inside_names_nothing_of_ours() -> None:
-    model = net()
-    with tw.watch(model, sgd(model), out=None, quiet=True):
-        assert b"trainwright" not in pickle.dumps(model)
-
-
 def test_a_forward_pass_that_fails_and_is_caught() -> None:
     def loop(watching: Watching) -> list[Tensor]:
         model = net()

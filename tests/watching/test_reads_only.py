@@ -79,19 +79,13 @@ def test_a_log_that_cannot_be_written_costs_lines(
     assert "1. critical: " in said, "the diagnosis is printed as ever"
 
 
-def test_the_exception_of_the_loop_comes_out(tmp_path: Path) -> None:
-    error = KeyError("of the loop")
-    with pytest.raises(KeyError) as caught:
-        loop(tmp_path / "run", broken=remove, error=error)
-    assert caught.value is error
-
-
-def test_a_closed_stderr_hides_no_exception(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_closed", [True, False], ids=["stderr closed", "folder removed"])
+def test_the_exception_of_the_loop_comes_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_closed: bool) -> None:
     error = KeyError("of the loop")
     with (tmp_path / "stderr").open("w") as closed:
-        monkeypatch.setattr(sys, "stderr", closed)
+        monkeypatch.setattr(sys, "stderr", closed if is_closed else sys.stderr)
     with pytest.raises(KeyError) as caught:
-        loop(tmp_path / "run", broken=lambda folder: None, error=error)
+        loop(tmp_path / "run", broken=(lambda folder: None) if is_closed else remove, error=error)
     assert caught.value is error
 
 
