@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from itertools import chain
 
@@ -17,7 +17,6 @@ from trainwright.engine.step import StepResult
 from trainwright.engine.witness import Passes
 from trainwright.optim.clip import ClipFn, GradientClip
 from trainwright.recorder.calls import is_compiled
-from trainwright.recorder.datasets import length_of
 from trainwright.recorder.deferred import DeferredStep, StepInputs, StepTemplate
 from trainwright.recorder.gradients import parameters_of
 from trainwright.recorder.listener import mute, tell, unmute
@@ -70,9 +69,9 @@ class EngineLoader:
     persistent_workers = drop_last = False
 
     def __len__(self) -> int:
-        if self.batch_size is None or (size := length_of(self.dataset)) is None:
+        if self.batch_size is None or not isinstance(self.dataset, Sized):
             raise TypeError("the number of batches is not known")
-        return (size + self.batch_size - 1) // self.batch_size
+        return (len(self.dataset) + self.batch_size - 1) // self.batch_size
 
 
 class _Pass:

@@ -148,7 +148,7 @@ class GradientRecorder(Listener):
         self.current.program.append(backward)
 
     def _is_ours(self, loss: Tensor) -> bool:
-        """Returns True if a loss depends on watched parameters, even through unrecorded operations."""
+        """Returns True if a loss depends on watched parameters, even through unrecorded operations, or has no graph."""
         is_known = self.tape.slot_of(loss) is not None and not self.tape.leaves
         if is_known or loss.grad_fn is None:
             return True

@@ -24,7 +24,7 @@ def plain(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def num_bytes(tensor: Tensor) -> int:
-    """Returns the bytes of the elements; for a sparse tensor, of indices and values."""
+    """Returns the bytes of the elements; for a sparse COO tensor, of indices and values; 0 for other sparse layouts."""
     try:
         return tensor.nbytes
     except RuntimeError:

@@ -18,9 +18,9 @@ KEEP, LEAST_BYTES = 32, 256 * 2**20
 
 
 def enough_bytes(roots: Sequence[nn.Module]) -> int:
-    """Returns the memory of three states with two moments per weight (Adam), at most a quarter of the free memory.
+    """Returns the bytes of three states with two moments per weight (Adam), and at least LEAST_BYTES.
 
-    The memory is that of the first weight's device, because snapshots are on the device of the state.
+    At most a quarter of the free memory of the first weight's device, because snapshots are on the device of the state.
     """
     parameters = [parameter for root in roots for parameter in root.parameters()]
     device = parameters[0].device if parameters else torch.device("cpu")

@@ -79,7 +79,7 @@ class WatchOptions:
     """Permissions of a session, and how much it may record. ``bundles`` is the folder of bundles (None: none are kept).
 
     ``skip`` are the samples of steps whose update is skipped. ``checks`` and ``own_checks`` are the checks to run
-    (None: all of them). ``replays``: steps may be replayed. ``examine``: within the budget, or everything.
+    (None: all of them). ``replays``: steps may be replayed. ``examine`` sets the time budget.
     ``keeps_last_steps``: the last steps are written to ``bundles`` if there was no time for an experiment.
     ``is_engine``: the session watches the engine, which skips updates itself and reports the end of steps.
     ``finds_spikes``: spikes of the gradient norm are reported. ``check``: the first step that can be replayed is

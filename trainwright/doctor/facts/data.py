@@ -269,7 +269,7 @@ class LabelSignalFacts:
 
     experiment: ClassVar[str] = "label_signal"
     samples: int  # Number of samples
-    deviations: float  # Accuracy of simple learners on held-out labels above chance, in standard deviations
+    deviations: float  # Correlation of learned scores with held-out labels, in standard deviations above chance
     memorized: tuple[float, ...]  # Losses of the model when it is trained on one batch
 
 

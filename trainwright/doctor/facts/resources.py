@@ -15,7 +15,7 @@ class HeldResources:
     step: int
     memory_bytes: int  # Host memory
     device_bytes: int = 0  # Live tensors on a GPU
-    hooks: int = 0  # Hooks on the modules of the model
+    hooks: int = 0  # Hooks on the modules and parameters of the model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class GraphSize:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryFacts:
-    """Tensors and graphs that the loop still holds. The newest three of the last 64 steps are not counted."""
+    """Tensors and graphs that the loop still holds, among the last 64 losses and outputs older than three steps."""
 
     experiment: ClassVar[str] = "memory"
     old_losses: int = 0  # Number of observed losses
@@ -48,8 +48,8 @@ class MemoryFacts:
     old_outputs: int = 0  # Number of observed outputs
     outputs_alive: int = 0  # Number of outputs with a graph that are alive
     output_bytes: int = 0  # Size of these outputs
-    graphs: tuple[GraphSize, ...] = ()  # Sizes of recent graphs
-    private_bytes: tuple[float, ...] = ()  # Unshared memory of a loader worker at the first and the last reading
+    graphs: tuple[GraphSize, ...] = ()  # Sizes in up to 32 steps, at growing intervals
+    private_bytes: tuple[float, ...] = ()  # Mean unshared memory of the loader workers, first and last reading
     objects: int = 0  # Number of Python objects in lists and dicts of the dataset
 
 

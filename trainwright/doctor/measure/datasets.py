@@ -6,6 +6,7 @@ import copy
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -13,13 +14,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, get_worker_info
 
 from trainwright.checkpoint.rng import preserved_rng
-from trainwright.errors import text_of
+from trainwright.doctor.facts.data import WorkerDraws
 from trainwright.recorder.hooks import muted
 from trainwright.recorder.plain_tensors import num_bytes as bytes_of
 from trainwright.recorder.plain_tensors import plain
 from trainwright.recorder.program import tensors_of
 from trainwright.recorder.user_types import Loader
-from trainwright.runs.json_values import Facts
 
 COPY_BYTES, COPY_OBJECTS = 64 * 2**20, 20_000
 """Maximum size of a dataset that is copied: bytes of its arrays and number of its objects."""
@@ -46,7 +46,10 @@ def base_of(dataset: object) -> tuple[object, Sequence[int] | None]:
 
 
 def peek(dataset: Dataset[object], positions: Sequence[int]) -> list[list[Tensor]]:
-    """Returns the tensors of samples, read from a copy of the dataset; [] if it is too large or cannot be copied."""
+    """Returns the tensors of samples that a copy of the dataset yields within PEEK_S.
+
+    [] for a dataset that is too large or cannot be copied.
+    """
     if not _is_small(dataset):
         return []
     with muted(), preserved_rng():
@@ -97,39 +100,32 @@ def _walk(value: object, depth: int = 6) -> Iterator[object]:
         yield from _walk(item, depth - 1)
 
 
-def draws(loader: Loader, position: int) -> Facts:
+def draws(loader: Loader, position: int) -> WorkerDraws | None:
     """Measures whether workers of ``loader`` draw equal random numbers.
 
-    In each of two epochs, two workers read the sample at ``position`` twice.
-
-    Returns:
-        ``random``: two reads by one worker differ. ``equal_workers``: both workers read equal values. ``equal_epochs``:
-        both epochs read equal values. ``with_seeds``: the values stay equal even if each worker seeds the generators in
-        the dataset from ``torch.initial_seed()``. Empty for workers that are not forked: they take seconds to start.
+    In each of two epochs, two workers read the sample at ``position`` twice. Returns None if the dataset raises, and
+    for workers that are not forked: they take seconds to start.
     """
     context = loader.multiprocessing_context
     method = torch.multiprocessing.get_start_method() if context is None else context.get_start_method()
     if method != "fork" or isinstance(loader.dataset, IterableDataset):
-        return {}
+        return None
     with muted(), preserved_rng():
         try:
-            now = _epochs(loader, position, loader.worker_init_fn)
-            facts = _compared(now, persistent=loader.persistent_workers)
-            if facts["random"] and (facts["equal_workers"] or facts["equal_epochs"]):
-                after = _compared(_epochs(loader, position, _seeding(loader.worker_init_fn)), persistent=False)
-                facts["with_seeds"] = after["equal_workers"] or after["equal_epochs"]
-            return facts
-        except Exception as error:  # raised by the user's dataset
-            return {"blind": text_of(error)}
-
-
-def _compared(epochs: list[list[tuple[int, ...]]], *, persistent: bool) -> Facts:
-    first, second = epochs
-    return {
-        "random": any(len(set(of_worker)) > 1 for of_worker in first),
-        "equal_workers": first[0] == first[1],
-        "equal_epochs": first == second and not persistent,
-    }
+            first, second = _epochs(loader, position, loader.worker_init_fn)
+            found = WorkerDraws(
+                workers=loader.num_workers,
+                init=loader.worker_init_fn is not None,
+                random=any(len(set(of_worker)) > 1 for of_worker in first),
+                equal_workers=first[0] == first[1],
+                equal_epochs=first == second and not loader.persistent_workers,
+            )
+            if found.random and (found.equal_workers or found.equal_epochs):
+                first, second = _epochs(loader, position, _seeding(loader.worker_init_fn))
+                found = replace(found, with_seeds=first[0] == first[1] or first == second)
+            return found
+        except Exception:  # raised by the user's dataset
+            return None
 
 
 def _epochs(loader: Loader, position: int, init: Callable[[int], None] | None) -> list[list[tuple[int, ...]]]:
@@ -152,7 +148,7 @@ def _digests(samples: list[object]) -> tuple[int, ...]:
 
 
 def digest_of(leaves: Iterable[Tensor]) -> int:
-    """Returns a number that is equal for equal tensors."""
+    """Returns a hash of the values."""
     return hash(tuple([_bytes(leaf) for leaf in plain(leaves)]))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from torch import Tensor
@@ -16,14 +16,15 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from trainwright.recorder.datasets import base_of, length_of
+from trainwright.doctor.facts.data import EmptyLoader, EpochRepeat, LoaderOverlap
+from trainwright.doctor.measure.datasets import base_of, length_of
 from trainwright.recorder.user_types import Loader
-from trainwright.runs.json_values import Facts
 
 MARKS = 4096
 """Maximum number of batches per epoch whose order is recorded."""
 SPREAD = 1 << 16
-"""A larger dataset is recorded in part: evenly spaced samples, at least this many and less than twice as many."""
+"""Of a dataset of twice this size or more, evenly spaced samples are recorded: at least this many, less than twice as
+many."""
 _AT_RANDOM = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
@@ -32,12 +33,13 @@ class EpochSource:
     """A loader, and the dataset under all its Subsets.
 
     ``base`` is the number of the dataset, ``positions`` are the positions in it that the Subsets keep (None:
-    all). ``epochs`` counts the epochs that began, ``empty`` those among them that returned no batch.
+    all). ``epochs`` counts the epochs that began, ``empty`` those among them that returned no batch. ``facts`` are the
+    properties of the loader.
     """
 
     number: int
     loader: Callable[[], object]
-    facts: Facts
+    facts: EmptyLoader
     base: int
     positions: Sequence[int] | None
     stride: int
@@ -124,13 +126,10 @@ class EpochSources:
         self._by_id[id(loader)] = source
         return source
 
-    def empty(self) -> list[Facts]:
+    def empty(self) -> list[EmptyLoader]:
         """Returns the loaders that never returned a batch."""
-        return [
-            each.facts | {"epochs": each.epochs}
-            for each in self._by_id.values()
-            if each.epochs and each.empty == each.epochs
-        ]
+        empty = (each for each in self._by_id.values() if each.epochs and each.empty == each.epochs)
+        return [replace(each.facts, epochs=each.epochs) for each in empty]
 
 
 class EpochHistory:
@@ -138,7 +137,8 @@ class EpochHistory:
 
     def __init__(self) -> None:
         self.evaluated: dict[int, tuple[EpochSource, set[int]]] = {}
-        self.repeats: list[Facts] = []
+        self.repeats: list[EpochRepeat] = []
+        self._is_last_whole = True  # the last of ``repeats`` is a finished epoch
         self._trained: dict[int, set[int]] = {}
         self._last: dict[int, Epoch] = {}
 
@@ -168,22 +168,30 @@ class EpochHistory:
         equal = next((n for n in range(length) if epoch.marks[n] != before.marks[n]), length)
         if epoch.batches - epoch.trained >= equal > 0:
             return  # a resumed epoch: the batches before the resume were read again and skipped
-        facts: Facts = {"batches": length, "equal": equal, "samples": epoch.samples, "ascending": epoch.ascending}
-        facts |= {"whole": whole, **_order_of(epoch.loader)}
-        self.repeats = [*[each for each in self.repeats if each["whole"]][-7:], facts]
+        sampler = sampler_of(epoch.loader)
+        repeat = EpochRepeat(
+            batches=length,
+            equal=equal,
+            samples=epoch.samples,
+            ascending=epoch.ascending,
+            sampler=type(sampler).__name__,
+            random=shuffles(epoch.loader),
+            distributed=isinstance(sampler, DistributedSampler) and bool(sampler.shuffle),
+        )
+        finished = self.repeats if self._is_last_whole else self.repeats[:-1]
+        self.repeats, self._is_last_whole = [*finished[-7:], repeat], whole
 
-    def overlaps(self) -> list[Facts]:
+    def overlaps(self) -> list[LoaderOverlap]:
         """Returns, for each loader of an evaluation, how many of its samples were trained on."""
-        rows: list[Facts] = []
+        found = []
         trained_by = {each.source.number for each in self._last.values()}
         for number, (source, ids) in self.evaluated.items():
             trained = self._trained.get(source.base, set())
-            shared = len(ids & trained) * source.stride
-            rows.append(
-                {"samples": len(ids) * source.stride, "shared": shared, "trained": len(trained) * source.stride}
-                | {"same_loader": number in trained_by}
+            samples, shared, of_training = (len(each) * source.stride for each in (ids, ids & trained, trained))
+            found.append(
+                LoaderOverlap(samples=samples, shared=shared, trained=of_training, same_loader=number in trained_by)
             )
-        return rows
+        return found
 
 
 def _reference(value: object) -> Callable[[], object]:
@@ -193,29 +201,23 @@ def _reference(value: object) -> Callable[[], object]:
         return lambda: value
 
 
-def _order_of(loader: Loader) -> Facts:
-    """Returns the properties that determine the order. ``random``: the sampler draws another order in each epoch."""
-    sampler: object = getattr(loader, "sampler", None)
-    own = getattr(loader, "batch_sampler", None)
-    if own is not None and type(own) is not BatchSampler:
-        sampler = own
-    distributed = isinstance(sampler, DistributedSampler) and bool(sampler.shuffle)
-    return {
-        "sampler": type(sampler).__name__,
-        "random": isinstance(sampler, _AT_RANDOM) or distributed,
-        "distributed": distributed,
-    }
+def sampler_of(loader: Loader) -> object:
+    """Returns the sampler of the samples, or a custom sampler of batches."""
+    batches: object = getattr(loader, "batch_sampler", None)
+    return batches if batches is not None and type(batches) is not BatchSampler else getattr(loader, "sampler", None)
 
 
 def shuffles(loader: Loader) -> bool:
     """Returns True if the sampler draws another order in each epoch."""
-    return bool(_order_of(loader)["random"])
+    sampler = sampler_of(loader)
+    return isinstance(sampler, _AT_RANDOM) or (isinstance(sampler, DistributedSampler) and bool(sampler.shuffle))
 
 
-def _facts(loader: Loader) -> Facts:
-    return {
-        "samples": length_of(getattr(loader, "dataset", None)),
-        "batch_size": getattr(loader, "batch_size", None),
-        "drop_last": bool(getattr(loader, "drop_last", False)),
-        "length": length_of(loader),
-    }
+def _facts(loader: Loader) -> EmptyLoader:
+    return EmptyLoader(
+        epochs=0,
+        samples=length_of(getattr(loader, "dataset", None)),
+        batch_size=getattr(loader, "batch_size", None),
+        drop_last=bool(getattr(loader, "drop_last", False)),
+        length=length_of(loader),
+    )

@@ -9,10 +9,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from trainwright.recorder.datasets import length_of, peek
-from trainwright.recorder.epochs import Epoch, PendingBatch
+from trainwright.doctor.measure.datasets import length_of, peek
+from trainwright.doctor.measure.epochs import Epoch, PendingBatch
 from trainwright.recorder.program import Call, Operation, RecordedStep, constants_of
-from trainwright.runs.json_values import Facts
 
 LABELLED = 64
 """Maximum number of batches whose labels are counted."""
@@ -61,26 +60,24 @@ class LabelCounts:
             if column is not None and len(leaves) > column and leaves[column].numel() == 1:
                 self._everywhere[leaves[column].item()] += 1
 
-    def facts(self) -> Facts:
-        """Returns entropies in nats: of the labels of each batch, and of batches drawn at random."""
-        return {
-            "entropies": [_entropy(each) for each in self._batches],
-            "mixed": self._mixed(),
-        }
+    @property
+    def entropies(self) -> tuple[float, ...]:
+        """The entropy of the labels of each batch, in nats."""
+        return tuple(map(_entropy, self._batches))
 
-    def _mixed(self) -> list[float]:
-        """Returns the lowest and the mean entropy over DRAWS random draws; [] if too few labels are known.
+    def mixed(self) -> tuple[float, ...]:
+        """Returns the lowest and the mean entropy over DRAWS random draws; () if too few labels are known.
 
         A draw replaces the labels of each batch by random ones. Its entropy is the mean over these batches.
         """
         known = self._everywhere or (sum(self._batches, Counter()) if len(self._batches) >= 4 else None)
         if not known:
-            return []
+            return ()
         shares = torch.tensor([*known.values()], dtype=torch.float64, device="cpu") / known.total()
         generator = torch.Generator().manual_seed(0)
         drawn = [_drawn_entropies(shares, each.total(), generator) for each in self._batches[:16] if each]
         means = torch.stack(drawn).mean(0)
-        return [float(means.min()), float(means.mean())]
+        return float(means.min()), float(means.mean())
 
 
 def _column_of_labels(step: RecordedStep, batch: PendingBatch) -> int | None:

@@ -8,25 +8,16 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SubsetRandomSampler
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SubsetRandomSampler
 
-from trainwright.doctor.facts.data import (
-    DrawnSamples,
-    EmptyLoader,
-    EpochRepeat,
-    LoaderOverlap,
-    LoaderRestarts,
-    LoadersFacts,
-    WorkerDraws,
-)
+from trainwright.doctor.facts.data import DrawnSamples, LoaderRestarts, LoadersFacts, WorkerDraws
+from trainwright.doctor.measure.datasets import draws, leaves_of, length_of
+from trainwright.doctor.measure.epochs import Epoch, EpochHistory, EpochSources, PendingBatch, sampler_of
+from trainwright.doctor.measure.labels import LabelCounts
 from trainwright.recorder.callers import caller
-from trainwright.recorder.datasets import draws, leaves_of, length_of
-from trainwright.recorder.epochs import Epoch, EpochHistory, EpochSources, PendingBatch
-from trainwright.recorder.labels import LabelCounts
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import RecordedStep
 from trainwright.recorder.user_types import Kwargs, Loader
-from trainwright.runs.records import construct
 
 MIN_RESTARTS = 8  # Number of iterators of a loader with workers after which restarts are reported at once
 CLOSE_UNTIL_STEP, CLOSE_BATCHES = 256, 2
@@ -131,7 +122,7 @@ class Loaders(Probe):
         if "again" not in self._reported and now is not None and now.batches == 1 and history.follows_another(now):
             history.compare(now, whole=False)
         signs = {
-            "again": any(each["equal"] and not each["ascending"] for each in history.repeats),
+            "again": any(each.equal and not each.ascending for each in history.repeats),
             "few": any(
                 each.draws >= MIN_DRAWS_PER_SAMPLE * max(8, len(each.distinct)) for each in self._reads.values()
             ),
@@ -147,10 +138,7 @@ class Loaders(Probe):
         if self._are_tested or epoch is None or not epoch.loader.num_workers or not epoch.first:
             return
         self._are_tested, loader = True, epoch.loader
-        found = draws(loader, epoch.first[0])
-        if found.get("random") is not None:
-            has_init = loader.worker_init_fn is not None
-            self._workers = WorkerDraws(workers=loader.num_workers, init=has_init, **found)
+        self._workers = draws(loader, epoch.first[0])
 
     def facts(self) -> LoadersFacts:
         self._reported |= self._news()
@@ -159,18 +147,18 @@ class Loaders(Probe):
             self._history.add(self._epoch, whole=False)
         self._test_workers()
         self._labels.look_everywhere(self._training)
-        labels, trained = self._labels.facts(), self._training
+        trained = self._training
         reads = None if trained is None else self._reads.get(trained.loader)
         return LoadersFacts(
             source=None if reads is None else reads.source,
-            empty=tuple(EmptyLoader(**each) for each in self._sources.empty()),
-            repeats=tuple(construct(EpochRepeat, each) for each in self._history.repeats[-4:]),
-            overlaps=tuple(LoaderOverlap(**each) for each in self._history.overlaps()),
+            empty=tuple(self._sources.empty()),
+            repeats=tuple(self._history.repeats[-4:]),
+            overlaps=tuple(self._history.overlaps()),
             drawn=tuple(_drawn(loader, each) for loader, each in self._reads.items() if each.drawn()[0]),
             restarts=tuple(self._restarts()),
             workers=self._workers,
-            entropies=tuple(labels["entropies"]),
-            mixed=tuple(labels["mixed"]),
+            entropies=self._labels.entropies,
+            mixed=self._labels.mixed(),
             ascending=trained is not None and trained.ascending and bool(trained.samples),
         )
 
@@ -181,7 +169,7 @@ class Loaders(Probe):
 
 
 def _drawn(loader: Loader, reads: _Reads) -> DrawnSamples:
-    sampler, (number, distinct), over = _sampler(loader), reads.drawn(), reads.over
+    sampler, (number, distinct), over = sampler_of(loader), reads.drawn(), reads.over
     tail = (getattr(loader, "batch_size", None) or 1) if getattr(loader, "drop_last", False) else 0
     chooses = isinstance(sampler, SubsetRandomSampler | DistributedSampler)
     chooses |= isinstance(sampler, RandomSampler) and (sampler.replacement or sampler._num_samples is not None)
@@ -193,8 +181,3 @@ def _drawn(loader: Loader, reads: _Reads) -> DrawnSamples:
         chooses=chooses,
         sampler=type(sampler).__name__,
     )
-
-
-def _sampler(loader: Loader) -> object:
-    batches: object = getattr(loader, "batch_sampler", None)
-    return batches if batches is not None and type(batches) is not BatchSampler else getattr(loader, "sampler", None)

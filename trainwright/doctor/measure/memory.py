@@ -71,7 +71,7 @@ def _hooks_of(owner: nn.Module | Tensor) -> int:
     return sum(not getattr(hook, "is_recorders", False) for table in tables if table for hook in table.values())
 
 
-MAX_STEPS_TRACKED = 64
+MAX_TRACKED = 64  # last losses, and last outputs, that are tracked
 RECENT_STEPS = 3  # recent steps whose losses a loop may hold
 
 
@@ -85,8 +85,8 @@ class Memory(Probe):
     name = MemoryFacts.experiment
 
     def __init__(self, watched: WatchedObjects) -> None:
-        self._losses: deque[tuple[int, weakref.ref[Tensor], weakref.ref[_Mark]]] = deque(maxlen=MAX_STEPS_TRACKED)
-        self._outputs: deque[tuple[int, weakref.ref[Tensor]]] = deque(maxlen=MAX_STEPS_TRACKED)
+        self._losses: deque[tuple[int, weakref.ref[Tensor], weakref.ref[_Mark]]] = deque(maxlen=MAX_TRACKED)
+        self._outputs: deque[tuple[int, weakref.ref[Tensor]]] = deque(maxlen=MAX_TRACKED)
         self._steps = 0
         self._graphs: list[GraphSize] = []
         self._counted_at = 0

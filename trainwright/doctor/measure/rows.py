@@ -17,11 +17,11 @@ from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
 from trainwright.doctor.facts.data import MIN_SAME_STEPS, EvaluatedRows, RowsFacts
+from trainwright.doctor.measure.datasets import length_of
+from trainwright.doctor.measure.epochs import shuffles
 from trainwright.doctor.measure.evaluations import source_of
 from trainwright.recorder.callers import caller
 from trainwright.recorder.comparisons import Site
-from trainwright.recorder.datasets import length_of
-from trainwright.recorder.epochs import shuffles
 from trainwright.recorder.plain_tensors import plain
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import RecordedStep, tensors_of

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from trainwright.doctor.facts.data import SamplesFacts
+from trainwright.doctor.measure.datasets import leaves_of
 from trainwright.doctor.measure.tensors import sampled
 from trainwright.recorder.callers import caller
-from trainwright.recorder.datasets import leaves_of
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import Operation, RecordedStep, constants_of
 from trainwright.recorder.user_types import Loader
@@ -35,7 +35,7 @@ Key = tuple[int, ...]
 
 
 class StoredSamples(Probe):
-    """Keeps values of 256 samples and 48 pairs of pictures.
+    """Keeps values of at most 256 samples and 48 pairs of pictures.
 
     ``urgent``: data have changed, or an input and its target are flipped differently.
     """

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer, lr_scheduler
 
 from trainwright.doctor.facts.schedule import LearningRateFacts, PartFacts, PlateauMetric, SchedulerFacts, Window
-from trainwright.recorder.datasets import length_of
+from trainwright.doctor.measure.datasets import length_of
 from trainwright.recorder.gradients import owned_by
 from trainwright.recorder.optimizers import same_optimizer, share_groups
 from trainwright.recorder.probes import Probe, WatchedObjects

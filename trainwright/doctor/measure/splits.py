@@ -25,7 +25,7 @@ MAX_MEAN = 1e-5  # Absolute mean of a column standardized with its own mean. Wit
 
 
 class Splits(Probe):
-    """Reads the first input (rows, columns) of the passes of an evaluation. Keeps sums on their device."""
+    """Reads the first input (rows, columns) of training steps and of evaluations. Keeps sums on their device."""
 
     name = SplitsFacts.experiment
     hears_every_step = True
