@@ -11,9 +11,9 @@ from torch import nn
 
 from trainwright.recorder.user_types import Args, Kwargs
 
-_Before: TypeAlias = Callable[[nn.Module, Args, Kwargs], None]
-_After: TypeAlias = Callable[[nn.Module, Args, object], None]
-_Heard: TypeAlias = tuple[nn.Module, _Before, _After]
+CallBegins: TypeAlias = Callable[[nn.Module, Args, Kwargs], None]
+CallEnds: TypeAlias = Callable[[nn.Module, Args, object], None]
+_Heard: TypeAlias = tuple[nn.Module, CallBegins, CallEnds]
 
 
 class Hook:
@@ -107,11 +107,7 @@ class HookPair:
 
 
 @contextmanager
-def call_hooks(
-    root: nn.Module,
-    before: _Before,
-    after: _After,
-) -> Iterator[HookPair | None]:
+def call_hooks(root: nn.Module, before: CallBegins, after: CallEnds) -> Iterator[HookPair | None]:
     """Context that calls ``before(root, args, kwargs)`` and ``after(root, args, output)`` around every forward call.
 
     If a call raises, ``output`` is None. Yields the hooks; None if there are none, because the call is wrapped.
@@ -146,11 +142,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 @contextmanager
-def _around_compiled(
-    root: nn.Module,
-    before: _Before,
-    after: _After,
-) -> Iterator[None]:
+def _around_compiled(root: nn.Module, before: CallBegins, after: CallEnds) -> Iterator[None]:
     compiled = root._compiled_call_impl
     assert compiled is not None
 
@@ -187,7 +179,7 @@ class _OwnCalls:
         self._own: dict[type[nn.Module], object] = {}  # the original ``__call__`` of classes that define it
 
     @contextmanager
-    def heard(self, root: nn.Module, before: _Before, after: _After) -> Iterator[None]:
+    def heard(self, root: nn.Module, before: CallBegins, after: CallEnds) -> Iterator[None]:
         kind, mine = type(root), (root, before, after)
         if kind not in self._heard:
             self._wrap(kind)

@@ -11,19 +11,20 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import CellType
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.amp.grad_scaler import GradScaler
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import dataloader
 
 from trainwright.checkpoint.transforms import innermost_transform
-from trainwright.recorder.calls import HookPair, call_hooks, leave_out_of_pickles
+from trainwright.recorder.calls import CallBegins, CallEnds, HookPair, call_hooks, leave_out_of_pickles
 from trainwright.recorder.function_hooks import hear_functions
 from trainwright.recorder.listener import Listener as Listener
 from trainwright.recorder.listener import (
@@ -40,19 +41,15 @@ from trainwright.recorder.listener import (
 from trainwright.recorder.listener import muted as muted
 from trainwright.recorder.object_hooks import OBJECT_WRAPPERS
 from trainwright.recorder.optimizers import Updates, same_optimizer
-from trainwright.recorder.rank_hooks import RANK_WRAPPERS
 from trainwright.recorder.ranks import own_part
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.recorder.user_warnings import at_the_caller
-
-Before: TypeAlias = Callable[[nn.Module, Args, Kwargs], None]
-After: TypeAlias = Callable[[nn.Module, Args, object], None]
 
 
 class CallHooks:
     """Hooks on the forward calls of some modules, which can be removed and added again."""
 
-    def __init__(self, modules: Sequence[nn.Module], before: Before, after: After) -> None:
+    def __init__(self, modules: Sequence[nn.Module], before: CallBegins, after: CallEnds) -> None:
         self._modules, self._before, self._after = modules, before, after
         self._hooks = ExitStack()
         self._pairs: list[HookPair] = []
@@ -395,34 +392,24 @@ def _wrap_update(original: TorchFunction) -> TorchFunction:
     return update
 
 
-def _wrap_clip_norm(original: TorchFunction) -> TorchFunction:
-    def clip_grads_with_norm_(
-        parameters: Tensor | Iterable[Tensor], max_norm: float, total_norm: Tensor, *args: object, **kwargs: object
-    ) -> object:
-        if not has_listeners():
-            return original(parameters, max_norm, total_norm, *args, **kwargs)
-        clipped = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        tell("on_clip", "norm", float(max_norm), clipped, own_part(total_norm))
-        result = original(clipped, max_norm, total_norm, *args, **kwargs)
-        tell("on_gradients_changed")
-        return result
+def _wrap_clip(by: str, limit: str) -> Callable[[TorchFunction], TorchFunction]:
+    """Makes a wrapper of a function that clips gradients. ``limit`` is the name of its second argument."""
 
-    return clip_grads_with_norm_
+    def wrap(original: TorchFunction) -> TorchFunction:
+        def clip(parameters: Tensor | Iterable[Tensor], *args: object, **kwargs: object) -> object:
+            if not has_listeners():
+                return original(parameters, *args, **kwargs)
+            clipped = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+            named: dict[str, Any] = dict(zip((limit, "total_norm"), args)) | kwargs
+            norm = own_part(named["total_norm"]) if by == "norm" else None
+            tell("on_clip", by, float(named[limit]), clipped, norm)
+            result = original(clipped, *args, **kwargs)
+            tell("on_gradients_changed")
+            return result
 
+        return clip
 
-def _wrap_clip_value(original: TorchFunction) -> TorchFunction:
-    def clip_grad_value_(
-        parameters: Tensor | Iterable[Tensor], clip_value: float, *args: object, **kwargs: object
-    ) -> object:
-        if not has_listeners():
-            return original(parameters, clip_value, *args, **kwargs)
-        clipped = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        tell("on_clip", "value", float(clip_value), clipped, None)
-        result = original(clipped, clip_value, *args, **kwargs)
-        tell("on_gradients_changed")
-        return result
-
-    return clip_grad_value_
+    return wrap
 
 
 def _wrap_schedule(original: TorchFunction) -> TorchFunction:
@@ -487,6 +474,42 @@ def _wrap_next(original: TorchFunction) -> TorchFunction:
     return next_batch
 
 
+def _wrap_wrapped_call(original: TorchFunction) -> TorchFunction:
+    def forward(self: DistributedDataParallel, *args: object, **kwargs: object) -> object:
+        if not torch.compiler.is_compiling():
+            tell("on_wrapped_call", self, self.require_backward_grad_sync)
+        return original(self, *args, **kwargs)
+
+    return forward
+
+
+def _wrap_pre_forward(original: TorchFunction) -> TorchFunction:
+    """Wraps the synchronization of buffers by DistributedDataParallel before a forward pass."""
+
+    def pre_forward(self: object, *args: object, **kwargs: object) -> object:
+        if torch.compiler.is_compiling() or not has_listeners():
+            return original(self, *args, **kwargs)
+        begin_s = time.perf_counter()
+        result = original(self, *args, **kwargs)
+        tell("on_waited", time.perf_counter() - begin_s)
+        return result
+
+    return pre_forward
+
+
+def _wrap_all_reduce(original: TorchFunction) -> TorchFunction:
+    def all_reduce(tensor: Tensor, *args: object, **kwargs: object) -> object:
+        if torch.compiler.is_compiling() or not has_listeners():
+            return original(tensor, *args, **kwargs)
+        tell("on_reduce", tensor, args[0] if args else kwargs.get("op", distributed.ReduceOp.SUM))
+        begin_s = time.perf_counter()
+        result = original(tensor, *args, **kwargs)
+        tell("on_reduced", tensor, time.perf_counter() - begin_s)
+        return result
+
+    return all_reduce
+
+
 _Iter: type = dataloader._BaseDataLoaderIter
 _MultiIter: type = dataloader._MultiProcessingDataLoaderIter
 _WRAPPERS: tuple[tuple[object, str, Callable[[TorchFunction], TorchFunction]], ...] = (
@@ -499,9 +522,10 @@ _WRAPPERS: tuple[tuple[object, str, Callable[[TorchFunction], TorchFunction]], .
     (GradScaler, "unscale_", _wrap_unscale),
     (GradScaler, "step", _wrap_scaler_step),
     (GradScaler, "update", _wrap_update),
-    (clip_grad, "_clip_grads_with_norm_", _wrap_clip_norm),  # clip_grad_norm_ calls it, however it was imported
-    (nn.utils, "clip_grads_with_norm_", _wrap_clip_norm),
-    (nn.utils, "clip_grad_value_", _wrap_clip_value),
+    # clip_grad_norm_ calls it, however it was imported
+    (clip_grad, "_clip_grads_with_norm_", _wrap_clip("norm", "max_norm")),
+    (nn.utils, "clip_grads_with_norm_", _wrap_clip("norm", "max_norm")),
+    (nn.utils, "clip_grad_value_", _wrap_clip("value", "clip_value")),
     (lr_scheduler.LRScheduler, "step", _wrap_schedule),
     (lr_scheduler.ReduceLROnPlateau, "step", _wrap_schedule),
     (lr_scheduler.CosineAnnealingWarmRestarts, "step", _wrap_schedule),
@@ -511,7 +535,9 @@ _WRAPPERS: tuple[tuple[object, str, Callable[[TorchFunction], TorchFunction]], .
     (_Iter, "_next_index", _wrap_next_index),
     (_Iter, "__next__", _wrap_next),
     (_MultiIter, "_reset", _wrap_reset),
-    *RANK_WRAPPERS,
+    (DistributedDataParallel, "forward", _wrap_wrapped_call),
+    (DistributedDataParallel, "_pre_forward", _wrap_pre_forward),
+    (distributed, "all_reduce", _wrap_all_reduce),
     (warnings, "showwarning", at_the_caller),
     *OBJECT_WRAPPERS,
 )

@@ -17,9 +17,7 @@ from trainwright.recorder.callers import calling_frame, is_users
 ShowWarning = Callable[..., None]
 _PACKAGE = f"{Path(__file__).parents[1]}/"
 _ROOMS = frozenset({"recorder", "replay", "watching", "doctor"})
-_PASSING_ON = frozenset(
-    {"hooks.py", "object_hooks.py", "function_hooks.py", "rank_hooks.py", "calls.py", "user_warnings.py"}
-)
+_PASSING_ON = frozenset({"hooks.py", "object_hooks.py", "function_hooks.py", "calls.py", "user_warnings.py"})
 """Files of the recorder whose functions call the originals that they have replaced."""
 _TAPE, _OVERRIDES = str(Path(__file__).with_name("tape.py")), str(torch.overrides.__file__)
 
