@@ -296,7 +296,7 @@ def test_records_of_deferred_steps_have_the_events_of_the_others(run: Run) -> No
 class Order(Probe):
     """The order of steps and of calls without gradients."""
 
-    hears_every_step = True
+    observes_every_step = True
 
     def __init__(self) -> None:
         self.heard: list[str] = []

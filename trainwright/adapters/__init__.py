@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, TypedDict
 
-from trainwright.watching.experiments import OwnCheck
+from trainwright.watching.experiments import UserCheck
 
 
 class WatchChoices(TypedDict, total=False):
@@ -21,7 +21,7 @@ class WatchChoices(TypedDict, total=False):
     keep: int
     memory_bytes: int | None
     patience_s: float
-    checks: str | OwnCheck | Sequence[str | OwnCheck]
+    checks: str | UserCheck | Sequence[str | UserCheck]
     examine: Literal["budget", "all", "listen"]
     check: bool
     like: str | Path | None

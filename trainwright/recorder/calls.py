@@ -13,7 +13,7 @@ from trainwright.recorder.user_types import Args, Kwargs
 
 CallBegins: TypeAlias = Callable[[nn.Module, Args, Kwargs], None]
 CallEnds: TypeAlias = Callable[[nn.Module, Args, object], None]
-_Heard: TypeAlias = tuple[nn.Module, CallBegins, CallEnds]
+_Observed: TypeAlias = tuple[nn.Module, CallBegins, CallEnds]
 
 
 class Hook:
@@ -117,7 +117,7 @@ def call_hooks(root: nn.Module, before: CallBegins, after: CallEnds) -> Iterator
             yield None
         return
     if _has_own_call(root):  # such classes, as in keras, run no hooks of torch
-        with _OWN_CALLS.heard(root, before, after):
+        with _OWN_CALLS.observed(root, before, after):
             yield None
         return
     last = root.register_forward_hook(Hook(root, after), always_call=True)
@@ -175,29 +175,29 @@ class _OwnCalls:
     """Wraps ``__call__`` of classes while calls of one of their modules are observed."""
 
     def __init__(self) -> None:
-        self._heard: dict[type[nn.Module], list[_Heard]] = {}
+        self._observed: dict[type[nn.Module], list[_Observed]] = {}
         self._own: dict[type[nn.Module], object] = {}  # the original ``__call__`` of classes that define it
 
     @contextmanager
-    def heard(self, root: nn.Module, before: CallBegins, after: CallEnds) -> Iterator[None]:
+    def observed(self, root: nn.Module, before: CallBegins, after: CallEnds) -> Iterator[None]:
         kind, mine = type(root), (root, before, after)
-        if kind not in self._heard:
+        if kind not in self._observed:
             self._wrap(kind)
-        self._heard[kind].append(mine)
+        self._observed[kind].append(mine)
         try:
             yield
         finally:
-            self._heard[kind].remove(mine)
-            if not self._heard[kind]:
+            self._observed[kind].remove(mine)
+            if not self._observed[kind]:
                 self._unwrap(kind)
 
     def _wrap(self, kind: type[nn.Module]) -> None:
-        original, heard = kind.__call__, self._heard.setdefault(kind, [])
+        original, observed = kind.__call__, self._observed.setdefault(kind, [])
         if "__call__" in vars(kind):
             self._own[kind] = original
 
         def call(module: nn.Module, *args: object, **kwargs: object) -> object:
-            mine = [each for each in heard if each[0] is module and not torch.compiler.is_compiling()]
+            mine = [each for each in observed if each[0] is module and not torch.compiler.is_compiling()]
             for _, before, _ in mine:
                 before(module, args, kwargs)
             output = None
@@ -211,7 +211,7 @@ class _OwnCalls:
         kind.__call__ = call  # type: ignore[method-assign]
 
     def _unwrap(self, kind: type[nn.Module]) -> None:
-        del self._heard[kind], kind.__call__
+        del self._observed[kind], kind.__call__
         if kind in self._own:
             kind.__call__ = self._own.pop(kind)  # type: ignore[method-assign, assignment]
 

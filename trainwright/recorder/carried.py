@@ -10,7 +10,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from trainwright.recorder.ranks import own_part
+from trainwright.recorder.ranks import local_part
 
 MULTIPLE = 0.01
 """Maximum relative deviation of gradients that count as a multiple of what the backward passes left."""
@@ -77,6 +77,6 @@ def _has_grown(before: Versions, now: Versions) -> bool:
 @torch.no_grad()
 def _is_multiple(pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
     """Returns True if the gradients equal what a backward pass left, times one factor. Waits for a GPU."""
-    inner = sum(float((own_part(grad).float() * own_part(left).float()).sum()) for grad, left in pairs)
-    size, whole = (sum(float(own_part(pair[n]).float().norm()) ** 2 for pair in pairs) for n in (0, 1))
+    inner = sum(float((local_part(grad).float() * local_part(left).float()).sum()) for grad, left in pairs)
+    size, whole = (sum(float(local_part(pair[n]).float().norm()) ** 2 for pair in pairs) for n in (0, 1))
     return size * whole <= 0.0 or size - inner**2 / whole <= MULTIPLE**2 * size

@@ -20,7 +20,7 @@ gradients, so nothing is concluded from the replay.
 """
 
 
-def hear_functions() -> Callable[[], None]:
+def listen_to_functions() -> Callable[[], None]:
     """Calls the listeners around each call of a custom Function. Returns a function that ends this."""
     before, ours = vars(OWNER).get("apply"), classmethod(_apply)
     setattr(OWNER, "apply", ours)  # noqa: B010

@@ -25,7 +25,7 @@ from torch.utils.data import dataloader
 
 from trainwright.checkpoint.transforms import innermost_transform
 from trainwright.recorder.calls import CallBegins, CallEnds, HookPair, call_hooks, leave_out_of_pickles
-from trainwright.recorder.function_hooks import hear_functions
+from trainwright.recorder.function_hooks import listen_to_functions
 from trainwright.recorder.listener import Listener as Listener
 from trainwright.recorder.listener import (
     call_each,
@@ -41,7 +41,7 @@ from trainwright.recorder.listener import (
 from trainwright.recorder.listener import muted as muted
 from trainwright.recorder.object_hooks import OBJECT_WRAPPERS
 from trainwright.recorder.optimizers import Updates, same_optimizer
-from trainwright.recorder.ranks import own_part
+from trainwright.recorder.ranks import local_part
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.recorder.user_warnings import at_the_caller
 
@@ -106,11 +106,12 @@ def listening_to_calls(group: Sequence[Listener], modules: Sequence[nn.Module]) 
     begins, ends = methods_of(group, "on_forward"), methods_of(group, "on_output")
     begins_without_grad = methods_of(group, "on_forward_without_grad")
 
-    def is_heard() -> bool:
-        return has_listeners() and (inside.only is None or inside.only is first)
+    def is_of_the_loop() -> bool:
+        is_here = has_listeners() and thread == threading.get_ident() and (inside.only is None or inside.only is first)
+        return is_here and not inside.backward and not innermost_transform()
 
     def before(root: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        if is_muted() or thread != threading.get_ident() or inside.backward or innermost_transform() or not is_heard():
+        if not is_of_the_loop():
             return
         first.depth += 1
         if first.depth > 1:
@@ -120,7 +121,7 @@ def listening_to_calls(group: Sequence[Listener], modules: Sequence[nn.Module]) 
         call_each(begins, root, args, kwargs)
 
     def after(root: nn.Module, args: Args, output: object) -> None:
-        if is_muted() or thread != threading.get_ident() or inside.backward or innermost_transform() or not is_heard():
+        if not is_of_the_loop():
             return
         first.depth = max(0, first.depth - 1)
         if not first.depth:
@@ -157,7 +158,7 @@ class _Patches:
             (register_optimizer_step_post_hook, _on_stepped),
         ):
             self._undo.append(register(_not_compiled(hook)).remove)
-        self._undo += [hear_functions(), leave_out_of_pickles(), _deepen()]
+        self._undo += [listen_to_functions(), leave_out_of_pickles(), _deepen()]
 
     def _replace(self, owner: Any, name: str, original: object, ours: object) -> None:
         def undo() -> None:
@@ -401,7 +402,7 @@ def _wrap_clip(by: str, limit: str) -> Callable[[TorchFunction], TorchFunction]:
                 return original(parameters, *args, **kwargs)
             clipped = [parameters] if isinstance(parameters, Tensor) else list(parameters)
             named: dict[str, Any] = dict(zip((limit, "total_norm"), args)) | kwargs
-            norm = own_part(named["total_norm"]) if by == "norm" else None
+            norm = local_part(named["total_norm"]) if by == "norm" else None
             tell("on_clip", by, float(named[limit]), clipped, norm)
             result = original(clipped, *args, **kwargs)
             tell("on_gradients_changed")

@@ -26,7 +26,7 @@ class Listener:
     """
 
     failed: Exception | None = None
-    rests = False
+    is_paused = False
     """True: its methods are not called."""
     depth = 0
     """For the first listener of a group: depth of nested forward calls in this thread."""
@@ -153,7 +153,7 @@ def call_each(methods: Methods, *arguments: object) -> None:
     outer, inside.listeners = inside.listeners, True
     try:
         for listener, call in methods:
-            if listener.failed is None and not listener.rests:
+            if listener.failed is None and not listener.is_paused:
                 try:
                     call(*arguments)
                 except TrainwrightError:

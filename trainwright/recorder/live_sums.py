@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from trainwright.recorder.ranks import own_part
+from trainwright.recorder.ranks import local_part
 
 
 @torch.no_grad()
@@ -16,7 +16,7 @@ def sums_of(tensors: Sequence[Tensor | None]) -> Tensor:
 
     The weights rise from 0 to 1, so that a change of sign or order changes the sum, also of gradients that add up to 0.
     """
-    there = [own_part(t.detach()) for t in tensors if t is not None]
+    there = [local_part(t.detach()) for t in tensors if t is not None]
     dense = [_real(t.to_dense() if t.layout != torch.strided else t) for t in there]
     device = dense[0].device if dense else torch.device("cpu")
     sums = torch.full((len(tensors), 2), torch.nan, dtype=torch.float64, device=device)

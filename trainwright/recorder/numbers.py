@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trainwright.recorder.program import RecordedStep
-from trainwright.recorder.ranks import own_part
+from trainwright.recorder.ranks import local_part
 from trainwright.runs.json_values import Facts
 from trainwright.runs.records import Watched
 
@@ -93,13 +93,13 @@ def late(values: Sequence[Tensor | float]) -> Callable[[], list[float]]:
     tensors = [v for v in values if isinstance(v, Tensor)]
     if not any(map(_IS_CUDA, tensors)):
         known = [
-            v if not isinstance(v, Tensor) else v.item() if type(v) is Tensor else float(own_part(v.detach()))
+            v if not isinstance(v, Tensor) else v.item() if type(v) is Tensor else float(local_part(v.detach()))
             for v in values
         ]
         return lambda: known
     device = next(t.device for t in tensors if t.is_cuda)
     with torch.no_grad():
-        parts = [own_part(v).detach() if isinstance(v, Tensor) else torch.tensor(v, device="cpu") for v in values]
+        parts = [local_part(v).detach() if isinstance(v, Tensor) else torch.tensor(v, device="cpu") for v in values]
         if any(not v.is_cuda or v.shape or v.dtype != torch.float32 for v in parts):  # rare, and takes 10 us for each
             parts = [v.to(device, torch.float64).reshape(()) for v in parts]
         there = torch.stack(parts)

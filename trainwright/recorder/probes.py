@@ -59,7 +59,7 @@ class Probe(Listener):
     """A listener that reports facts. ``name`` is the experiment of its Examined records."""
 
     name = ""
-    hears_every_step = False
+    observes_every_step = False
     """False: not called in most steady-state steps. True: called in all, but in deferred ones only ``on_closed``."""
     urgent = False
     """Set by a probe whose facts should not wait for the next examination. Unset by ``facts``."""

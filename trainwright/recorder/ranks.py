@@ -39,7 +39,7 @@ def what_is_shared(roots: Iterable[nn.Module], parameters: Iterable[Tensor]) -> 
     return None
 
 
-def own_part(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
     """Returns this process's part of a DTensor; any other tensor unchanged."""
     if type(tensor) in _WHOLE or not hasattr(tensor, "to_local"):
         return tensor

@@ -19,7 +19,7 @@ from trainwright.engine.spikes import OnSpike, SpikeAction, action_for
 from trainwright.recorder.carried import num_gradients
 from trainwright.recorder.gradients import owned_by
 from trainwright.recorder.program import RecordedStep
-from trainwright.recorder.ranks import has_others, own_part
+from trainwright.recorder.ranks import has_others, local_part
 
 OnNonfinite = Literal["skip", "stop", "observe"]
 _LOW = (torch.float16, torch.bfloat16)
@@ -50,7 +50,7 @@ class Veto:
         self.roots, self.how, self._on_spike, self._skip = list(roots), how, on_spike, skip
         self._detectors: dict[tuple[int, int], SpikeDetector] = defaultdict(SpikeDetector)
         self.device_type = parameters[0].device.type if parameters else "cpu"
-        self._is_partial = has_others() and any(own_part(p) is not p for p in parameters)
+        self._is_partial = has_others() and any(local_part(p) is not p for p in parameters)
         self._low = any(p.dtype in _LOW for p in parameters)
         self._buffers = [BufferGuard() for _ in roots]
         self._hidden: list[tuple[Tensor, Tensor | None]] = []
@@ -183,7 +183,7 @@ def _norm(grads: list[Tensor]) -> Tensor:
         return torch.zeros((), device="cpu")
     kinds = {(type(g), g.device, g.dtype) for g in grads}
     if len({kind[:2] for kind in kinds}) > 1 or type(grads[0]) is not Tensor:
-        measured = partial(_norm_of_parts, [own_part(g) for g in grads])
+        measured = partial(_norm_of_parts, [local_part(g) for g in grads])
     else:
         measured = partial(_norm_of_plain, grads)
     norm = measured(torch.float32 if any(dtype in _LOW for _, _, dtype in kinds) else None)

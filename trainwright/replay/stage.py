@@ -19,7 +19,7 @@ from trainwright.checkpoint.reach import ReachableState
 from trainwright.checkpoint.rng import preserved_rng
 from trainwright.checkpoint.snapshot import LiveObjects, Snapshot, copied
 from trainwright.recorder.hooks import muted
-from trainwright.recorder.ranks import COMMUNICATES, has_others, own_part
+from trainwright.recorder.ranks import COMMUNICATES, has_others, local_part
 from trainwright.recorder.user_types import Args, Kwargs
 
 _COMMUNICATION = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
@@ -84,7 +84,7 @@ def _is_same(one: object, other: object) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        one, other = own_part(one), own_part(other)
+        one, other = local_part(one), local_part(other)
         if one.layout != torch.strided or one.is_quantized or one.is_nested:
             return True  # torch cannot compare them
         return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())

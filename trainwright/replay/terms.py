@@ -16,13 +16,13 @@ FACTORIES = frozenset({"new_zeros", "new_ones", "new_full", "new_tensor", "zeros
 class Term:
     """One term: the value in ``slot``, the ``name`` of its operation ("output" of a model), and its weight.
 
-    ``own`` is the weight without factors of the total, such as a loss scale or 1 / number of micro-batches.
+    ``coefficient`` is the weight without factors of the total, such as a loss scale or 1 / number of micro-batches.
     """
 
     slot: int
     name: str
     weight: float
-    own: float
+    coefficient: float
 
 
 def terms_of(recorded: RecordedStep) -> list[Term]:
@@ -40,7 +40,7 @@ def _terms(slot: int, makers: dict[int, Operation]) -> list[Term]:
     outer = 1.0
     while (inner := _factored(slot, makers)) is not None:
         slot, outer = inner[0], outer * inner[1]
-    return [replace(term, weight=outer * term.own) for term in _split(slot, 1.0, makers)]
+    return [replace(term, weight=outer * term.coefficient) for term in _split(slot, 1.0, makers)]
 
 
 def _factored(slot: int, makers: dict[int, Operation]) -> tuple[int, float] | None:
@@ -59,34 +59,36 @@ def _factored(slot: int, makers: dict[int, Operation]) -> tuple[int, float] | No
     return None
 
 
-def _split(slot: int, own: float, makers: dict[int, Operation]) -> list[Term]:
+def _split(slot: int, coefficient: float, makers: dict[int, Operation]) -> list[Term]:
     operation = makers.get(slot)
     if operation is None:
-        return [Term(slot, "output", own, own)]
+        return [Term(slot, "output", coefficient, coefficient)]
     name, slots = operation.name.strip("_"), _slots(operation.args)
     if name in FACTORIES:
         return []
     if (inner := _factored(slot, makers)) is not None:
-        return _split(inner[0], own * inner[1], makers)
+        return _split(inner[0], coefficient * inner[1], makers)
     if name in ("add", "radd") and not operation.kwargs:
-        return [term for each in slots for term in _split(each, own, makers)]
+        return [term for each in slots for term in _split(each, coefficient, makers)]
     if name in ("sub", "rsub") and not operation.kwargs and len(operation.args) == 2:
-        signs = (-own, own) if name == "rsub" else (own, -own)
+        signs = (-coefficient, coefficient) if name == "rsub" else (coefficient, -coefficient)
         parts = zip(operation.args, signs)
         return [term for each, sign in parts for one in _slots(each) for term in _split(one, sign, makers)]
     if name in ("sum", "mean") and len(operation.args) == 1 and slots:
-        return _stacked(slots[0], own, makers, name) or [Term(slot, _named(slots[0], name, makers), own, own)]
-    return [Term(slot, name, own, own)]
+        return _stacked(slots[0], coefficient, makers, name) or [
+            Term(slot, _named(slots[0], name, makers), coefficient, coefficient)
+        ]
+    return [Term(slot, name, coefficient, coefficient)]
 
 
-def _stacked(slot: int, own: float, makers: dict[int, Operation], how: str) -> list[Term]:
+def _stacked(slot: int, coefficient: float, makers: dict[int, Operation], how: str) -> list[Term]:
     """Returns the terms of ``torch.stack(losses).sum()``."""
     operation = makers.get(slot)
     if operation is None or operation.name != "stack":
         return []
     slots = _slots(operation.args)
-    share = own / len(slots) if how == "mean" else own
-    return [term for each in slots for term in _split(each, share, makers)]
+    part = coefficient / len(slots) if how == "mean" else coefficient
+    return [term for each in slots for term in _split(each, part, makers)]
 
 
 def _named(slot: int, name: str, makers: dict[int, Operation]) -> str:

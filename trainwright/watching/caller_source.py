@@ -26,7 +26,7 @@ class CallerSource:
         self._code: CodeType | None = None
         self._frame: FrameType | None = None
 
-    def look_at(self, frame: FrameType) -> None:
+    def begin(self, frame: FrameType) -> None:
         """Stores the frame of the ``with`` statement."""
         self._code, self._frame = frame.f_code, frame
 

@@ -235,7 +235,7 @@ class EngineSession(WatchSession):
         except TrainwrightError:
             raise
         except Exception as error:
-            self.let_go()
+            self.free_held_memory()
             if not free_what_it_holds(error, self.device):
                 self._failed = error
                 self.leave()
@@ -262,4 +262,4 @@ class _Witness(EngineSource):
 
     def memory_ran_out(self) -> bool:
         self._session.catch_up()
-        return self._session.let_go()
+        return self._session.free_held_memory()

@@ -21,7 +21,7 @@ from trainwright.doctor.measure import REPLAYS
 from trainwright.doctor.remedies import TRIALS, NotTried
 from trainwright.errors import DataError, text_of
 from trainwright.recorder.program import Backward, Constant, RecordedStep, mapped
-from trainwright.recorder.ranks import own_part
+from trainwright.recorder.ranks import local_part
 from trainwright.recorder.ring import Ring
 from trainwright.recorder.tape import Tape
 from trainwright.replay import bundle
@@ -34,7 +34,7 @@ from trainwright.runs.json_values import Facts
 from trainwright.runs.records import Tried
 from trainwright.watching.budget import ExaminationBudget
 
-OwnCheck: TypeAlias = Callable[[ReplaySession], str | None]
+UserCheck: TypeAlias = Callable[[ReplaySession], str | None]
 """A user-defined check: returns what is wrong with a step, or None. Its docstring states the expectation."""
 LEAST_S = 0.002
 """Predicted seconds of an experiment, without its replays. On a small MLP most experiments take 1 to 5 ms."""
@@ -66,7 +66,7 @@ class ExperimentRunner:
         subject: LiveObjects,
         ring: Ring,
         budget: ExaminationBudget,
-        own: Sequence[OwnCheck] = (),
+        own: Sequence[UserCheck] = (),
         *,
         replays: bool = True,
         say: Callable[[str], None] = lambda line: None,
@@ -125,7 +125,7 @@ class ExperimentRunner:
             return step
         return snapshot.step
 
-    def look(self, step: int, why: str, *, repeats: bool = True) -> Facts:
+    def run_due(self, step: int, why: str, *, repeats: bool = True) -> Facts:
         """Runs the experiments that are due for the reason ``why``. Returns their facts by name.
 
         ``repeats``: repeated experiments are due, too.
@@ -140,7 +140,7 @@ class ExperimentRunner:
         if until_s != math.inf:
             self._until_s -= max(0.0, min(FOR_REQUESTS * self._left_s, self._left_s - self.wanted_s()))
         try:
-            return self._run(self._due(repeats), step) | (self._look_at_own(step) if repeats else {})
+            return self._run(self._due(repeats), step) | (self._run_user_checks(step) if repeats else {})
         finally:
             self._until_s = until_s
 
@@ -200,13 +200,13 @@ class ExperimentRunner:
         left = self._waiting() if is_later else self._left()
         return [name for name in left if not self._runs[name]] + sorted(self._trials)
 
-    def _look_at_own(self, step: int) -> Facts:
+    def _run_user_checks(self, step: int) -> Facts:
         """Returns the results of the user-defined checks for a step."""
         facts: Facts = {}
         for own in self._own if step else ():
             name = USER_CHECK_PREFIX + name_of_check(own)
             if self._is_time_for(self._predicted_s(name)):
-                facts |= self._measured(name, step, partial(_own_facts, own))
+                facts |= self._measured(name, step, partial(_user_check_facts, own))
         return facts
 
     def run_requested(self, step: int, requests: Iterable[ExperimentRequest]) -> Facts:
@@ -405,12 +405,12 @@ class ExperimentRunner:
         return self._run(["trace"], recorded.step)
 
 
-def _own_facts(check: OwnCheck, session: ReplaySession) -> Facts:
+def _user_check_facts(check: UserCheck, session: ReplaySession) -> Facts:
     broken = check(session)
     return vars(UserCheckFacts(statement=inspect.getdoc(check) or "", broken=None if broken is None else str(broken)))
 
 
-def name_of_check(check: OwnCheck) -> str:
+def name_of_check(check: UserCheck) -> str:
     """Returns the name of the check's function."""
     return str(getattr(check, "__name__", type(check).__name__))
 
@@ -420,7 +420,7 @@ def _described(value: object) -> object:
     if not isinstance(value, Tensor):
         return value if isinstance(value, int | float | str | bool | None) else str(type(value).__name__)
     facts: Facts = {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
-    value = own_part(value.detach())
+    value = local_part(value.detach())
     if value.numel() and not value.is_complex():
         facts |= {"min": float(value.min()), "max": float(value.max())}
     if not value.is_floating_point() and value.dim() == 1 and value.numel() <= 65536:

@@ -80,7 +80,7 @@ class FindingsLog:
         if len(self._unrecorded) > UNRECORDED:
             self._record_oldest()
 
-    def look(
+    def examine(
         self,
         step: int,
         *reasons: str,
@@ -104,7 +104,7 @@ class FindingsLog:
             self.examined(step, limits or {})
             replayed = step if "incident" in reasons else self._runner.nearest(step)
             for reason in reasons:
-                self.examined(replayed, self._runner.look(replayed, reason, repeats=repeats))
+                self.examined(replayed, self._runner.run_due(replayed, reason, repeats=repeats))
             for _ in range(ROUNDS):
                 diagnosis = diagnose(self._context(finished=finished), self._checks)
                 facts = self._runner.run_requested(replayed, diagnosis.requests)

@@ -50,7 +50,7 @@ from trainwright.report.findings import lines_of
 from trainwright.runs.json_values import Facts
 from trainwright.runs.records import Found, Record
 from trainwright.watching.budget import ExaminationBudget, Examine
-from trainwright.watching.experiments import ExperimentRunner, OwnCheck
+from trainwright.watching.experiments import ExperimentRunner, UserCheck
 from trainwright.watching.findings import ORDINARY, FindingsLog, failures_of, limits_of
 from trainwright.watching.incidents import Incidents, keep_rest
 from trainwright.watching.places import SourcePlaces
@@ -78,7 +78,7 @@ _URGENT = operator.attrgetter("urgent")
 class WatchOptions:
     """Permissions of a session, and how much it may record. ``bundles`` is the folder of bundles (None: none are kept).
 
-    ``skip`` are the samples of steps whose update is skipped. ``checks`` and ``own_checks`` are the checks to run
+    ``skip`` are the samples of steps whose update is skipped. ``checks`` and ``user_checks`` are the checks to run
     (None: all of them). ``replays``: steps may be replayed. ``examine`` sets the time budget.
     ``keeps_last_steps``: the last steps are written to ``bundles`` if there was no time for an experiment.
     ``is_engine``: the session watches the engine, which skips updates itself and reports the end of steps.
@@ -93,7 +93,7 @@ class WatchOptions:
     bundles: Path | None = None
     skip: frozenset[frozenset[int]] = frozenset()
     checks: tuple[Check, ...] | None = None
-    own_checks: tuple[OwnCheck, ...] = ()
+    user_checks: tuple[UserCheck, ...] = ()
     replays: bool = True
     examine: Examine = "budget"
     keeps_last_steps: bool = True
@@ -144,14 +144,14 @@ class WatchSession:
         self.ring = Ring(keep=options.keep, budget_bytes=options.budget_bytes)
         self._objects = LiveObjects(roots, optimizers, parameters)
         self.runner = ExperimentRunner(
-            self._objects, self.ring, self.budget, options.own_checks, replays=options.replays, say=say
+            self._objects, self.ring, self.budget, options.user_checks, replays=options.replays, say=say
         )
         self._changes = ProgramChanges(parameters)
         watched = WatchedObjects(subject=self._objects, **vars(objects))
         made = [probe for make in (*LISTENERS, *LIVE_LOOP_LISTENERS) if (probe := make(watched)) is not None]
         loss_calls = LossListener(self.recording.tape, self._objects)
         self._probes: list[Probe] = [*objects.probes, *made, self._changes, loss_calls]
-        self._resting = [each for each in (*made, self._changes, loss_calls) if not each.hears_every_step]
+        self._pausable = [each for each in (*made, self._changes, loss_calls) if not each.observes_every_step]
         self._listeners = {"recording": self.recording, **{probe.name: probe for probe in self._probes}}
         self._group = [self.recording, objects.sites, *self._probes]
         self._on_closed = methods_of(self._probes, "on_closed", Probe)
@@ -224,7 +224,7 @@ class WatchSession:
         """Evaluates the pending steps, on a GPU except the newest ones. Returns True if one is bad."""
         newest = self._pending[-1][0]
         is_vetoed = "vetoed" in newest.values  # decided on the host, so its numbers are known
-        is_bad = self._judge_all_but(0 if is_vetoed or self._is_check_due else self._late)
+        is_bad = self._evaluate_all_but(0 if is_vetoed or self._is_check_due else self._late)
         if self.recording.misses_calls:
             self.listen_to_children()
         if is_vetoed:
@@ -233,15 +233,15 @@ class WatchSession:
             self._went_back = newest.step
         return is_bad
 
-    def _judge_all_but(self, newest: int) -> bool:
+    def _evaluate_all_but(self, newest: int) -> bool:
         """Evaluates all pending steps except the ``newest`` last ones. Returns True if one is bad."""
         is_bad = False
         while len(self._pending) > newest:
             step, read = self._pending.popleft()
-            is_bad |= self._judge(step, read())
+            is_bad |= self._evaluate_step(step, read())
         return is_bad
 
-    def _judge(self, step: RecordedStep, numbers: Numbers) -> bool:
+    def _evaluate_step(self, step: RecordedStep, numbers: Numbers) -> bool:
         """Evaluates a step, and examines it if that is due or it gives a reason. Returns True if it is bad."""
         if self._veto.was_vetoed_on_device(step, numbers.norm):
             self._note_veto(step)
@@ -284,8 +284,8 @@ class WatchSession:
         is_calm = self._may_be_calm(step) and not (is_examined or self.budget.is_lifted)
         if is_calm != self._is_calm:
             self._is_calm = is_calm
-            for each in self._resting:
-                each.rests = is_calm
+            for each in self._pausable:
+                each.is_paused = is_calm
         can_be_deferred = self._template is not None and self._blind is None and self._options.replays
         self.is_next_deferred = is_calm and can_be_deferred and 0 < self.budget.step_s < LONG_STEP_S
 
@@ -315,7 +315,7 @@ class WatchSession:
     def _examine(self, step: int, why: str) -> None:
         allowed_s = self.budget.left_for_incident_s if why == "incident" else self.budget.left_s
         with self.budget.spending():
-            overhead_s = self.findings_log.look(
+            overhead_s = self.findings_log.examine(
                 step, why, limits=self._limits(), allowed_s=allowed_s, repeats=self._schedule.is_repeat_due
             )
         self._schedule.plan_next(overhead_s, self.runner)
@@ -375,7 +375,7 @@ class WatchSession:
             self.ring.keep_state(self._objects, step)
         except Exception as error:  # a kind of tensor that torch cannot copy
             if self._options.is_engine and is_out_of_memory(error):
-                self.let_go()
+                self.free_held_memory()
                 return None
             return f"a state of it cannot be kept: {type(error).__name__}: {str(error)[:200]}"
         return self._objects.is_closed
@@ -386,7 +386,7 @@ class WatchSession:
             self._blind = why
             self._say(f"watch: no step of this run is replayed: {why}")
 
-    def let_go(self) -> bool:
+    def free_held_memory(self) -> bool:
         """Frees memory that is held for replays, and halves its limit. Returns True if any memory was held."""
         self.findings_log.record_all()
         has_session, has_steps = self.runner.forget(), self.ring.clear()
@@ -400,8 +400,8 @@ class WatchSession:
     def _end(self, error: BaseException | None) -> None:
         self.recording.stop_modes()
         self._light.end()
-        for each in self._resting:
-            each.rests = False
+        for each in self._pausable:
+            each.is_paused = False
         end_all(self._probes, error)
         try:
             if error is None or isinstance(error, Exception):
@@ -425,13 +425,13 @@ class WatchSession:
             facts: Facts = {"unfinished": self.runner.unfinished(unfinished, self.recording.tape, error)}
             facts |= self.runner.abandoned(unfinished, self.recording.tape)
             self.findings_log.examined(unfinished.step, facts)
-        self._judge_all_but(0)
+        self._evaluate_all_but(0)
         if self._is_check_due:
             self._say("check: the loop ended before a step that can be replayed")
         folder = self._options.bundles if self._options.keeps_last_steps else None
         with self.budget.spending():
             left_s = self.budget.left_at_end_s
-            self.findings_log.look(self.step, "end", limits=self._limits(), allowed_s=left_s, finished=True)
+            self.findings_log.examine(self.step, "end", limits=self._limits(), allowed_s=left_s, finished=True)
         keep_rest(self.runner, self.budget, self.step, folder, self.findings_log.remember)
 
     @property

@@ -49,7 +49,7 @@ from trainwright.runs.writer import LogWriter
 from trainwright.version import __version__
 from trainwright.watching.budget import Examine
 from trainwright.watching.caller_source import CallerSource
-from trainwright.watching.experiments import OwnCheck
+from trainwright.watching.experiments import UserCheck
 from trainwright.watching.forwarding import ForwardingProbe
 from trainwright.watching.layers import layer_probes
 from trainwright.watching.reference import ReferenceProbe
@@ -126,7 +126,7 @@ class Watch:
             self.session.listen_to_children()
 
     def __enter__(self) -> Self:
-        self._source.look_at(sys._getframe(1))
+        self._source.begin(sys._getframe(1))
         if self.folder is not None:
             self._open.enter_context(self._forwarding.opened(self.folder, self._config, self._say))
             with suppress(StorageError):  # without a lock, a running loop cannot be distinguished from a killed one
@@ -276,7 +276,7 @@ def watch(
     keep: int = KEEP,
     memory_bytes: int | None = None,
     patience_s: float = 60.0,
-    checks: str | OwnCheck | Sequence[str | OwnCheck] = DEFAULT,
+    checks: str | UserCheck | Sequence[str | UserCheck] = DEFAULT,
     examine: Examine = "budget",
     check: bool = False,
     like: str | Path | None = None,
@@ -450,8 +450,8 @@ def _to_skip(value: str | Path | Iterable[Iterable[int]]) -> frozenset[frozenset
 
 
 def _chosen(
-    checks: str | OwnCheck | Sequence[str | OwnCheck],
-) -> tuple[tuple[Check, ...], tuple[OwnCheck, ...]]:
+    checks: str | UserCheck | Sequence[str | UserCheck],
+) -> tuple[tuple[Check, ...], tuple[UserCheck, ...]]:
     """Returns the checks that are selected by name, and the user-defined ones."""
     every = list(checks) if isinstance(checks, list | tuple) else [checks]
     names = [each for each in every if isinstance(each, str)]

@@ -112,7 +112,7 @@ class Rerun:
 def examine_replay(done: Rerun, runner: ExperimentRunner, known: Iterable[Record]) -> None:
     """Run every experiment of an incident and of an examination, and those that the doctor requests; then diagnose."""
     log = FindingsLog(runner, (), done.examined.append, known=known)
-    log.look(done.step, "incident", "checkup")
+    log.examine(done.step, "incident", "checkup")
     done.records, done.findings, done.unexamined = log.records, log.findings(), runner.not_run(is_later=True)
     if not done.same_bits and done.compared and not (done.settings or done.inexact):
         done.findings.append(_not_reproducible(done))

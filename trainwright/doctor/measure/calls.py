@@ -20,7 +20,7 @@ from trainwright.recorder.gradients import owned_by
 from trainwright.recorder.graph import graph_behind, leaves_among
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import RecordedStep
-from trainwright.recorder.ranks import own_part
+from trainwright.recorder.ranks import local_part
 from trainwright.recorder.user_types import Args, Loader, TorchFunction
 
 MAX_ROUNDING_RATIO = 1e-5
@@ -247,7 +247,7 @@ class Calls(Probe):
     def _carried(self, step: RecordedStep) -> tuple[float, ...]:
         by_id = {id(p): g for p, g in zip(self._parameters, step.values.get("carried") or ()) if g is not None}
         grads = [[by_id[id(p)] for p in owned_by(each) if id(p) in by_id] for each in self._optimizers]
-        return tuple(math.sqrt(sum(float(own_part(g).float().norm()) ** 2 for g in each)) for each in grads)
+        return tuple(math.sqrt(sum(float(local_part(g).float().norm()) ** 2 for g in each)) for each in grads)
 
 
 class Scaler(Probe):
@@ -310,7 +310,7 @@ class Scaler(Probe):
 
 
 def _largest(gradient: Tensor) -> float:
-    values = own_part(gradient.coalesce().values() if gradient.is_sparse else gradient)
+    values = local_part(gradient.coalesce().values() if gradient.is_sparse else gradient)
     return float(values.abs().max()) if values.numel() else 0.0
 
 

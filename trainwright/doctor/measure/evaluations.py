@@ -37,7 +37,7 @@ class Evaluations(Probe):
     """Observes the outputs of passes without gradients between two steps. In a step, only follows earlier outputs."""
 
     name = EvaluationFacts.experiment
-    hears_every_step = True
+    observes_every_step = True
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._modules, self._roots, self._sites = watched.modules, watched.subject.roots, watched.sites

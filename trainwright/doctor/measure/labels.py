@@ -46,7 +46,7 @@ class LabelCounts:
                     values = each.leaves[self._column].flatten()
                     self._batches.append(Counter(values.tolist()))
 
-    def look_everywhere(self, epoch: Epoch | None) -> None:
+    def sample_dataset(self, epoch: Epoch | None) -> None:
         """Reads labels from all over the dataset, once, if epochs do not shuffle it and few labels occur in a batch."""
         if self._everywhere is not None or epoch is None or not epoch.ascending or not self._batches:
             return

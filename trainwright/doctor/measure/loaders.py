@@ -56,7 +56,7 @@ class Loaders(Probe):
     """Observes the loaders and their samples. ``urgent``: ``_news`` has a name that was not reported."""
 
     name = LoadersFacts.experiment
-    hears_every_step = True
+    observes_every_step = True
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._roots = watched.subject.roots
@@ -146,7 +146,7 @@ class Loaders(Probe):
         if self._epoch is not None and self._epoch.batches:
             self._history.add(self._epoch, whole=False)
         self._test_workers()
-        self._labels.look_everywhere(self._training)
+        self._labels.sample_dataset(self._training)
         trained = self._training
         reads = None if trained is None else self._reads.get(trained.loader)
         return LoadersFacts(

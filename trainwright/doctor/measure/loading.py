@@ -237,7 +237,7 @@ class KeptStates(Probe):
     """Records the dictionaries that ``state_dict`` of a watched model returned, and their use."""
 
     name = KeptFacts.experiment
-    hears_every_step = True
+    observes_every_step = True
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._roots, self._steps = watched.subject.roots, 0

@@ -292,9 +292,9 @@ class LoopSigns:
             if made is None or made.name not in RECONSTRUCTIONS or made.kwargs.get("reduction", "mean") != "mean":
                 continue
             targets = [c.tensor for c in constants_of((made.args[1:], made.kwargs)) if c.tensor.dim() > 1]
-            if sums and dense(targets[:1]) and targets[0].data_ptr() in inputs and term.own:
+            if sums and dense(targets[:1]) and targets[0].data_ptr() in inputs and term.coefficient:
                 features = targets[0].numel() // len(targets[0])
-                ratio = max(sums) * features / abs(term.own)
+                ratio = max(sums) * features / abs(term.coefficient)
                 if features >= MIN_FEATURES:
                     key = "features_summed_and_averaged", made.name, None
                     self._shown.setdefault(key, []).append(torch.ones((), dtype=torch.bool))
@@ -375,12 +375,12 @@ def _weight_of_sum(term: Term, makers: Mapping[int, Operation], step: RecordedSt
         return None
     if made.name == "sum":
         is_all = len(made.args) == 1 and not made.kwargs.get("dim")
-        return abs(term.own) * rows if is_all else None
+        return abs(term.coefficient) * rows if is_all else None
     for _ in range(4):  # the mean over samples of a sum over features
         slot = next((each.number for each in made.args if type(each) is Slot), None)
         made = makers.get(slot) if slot is not None else None
         if made is None or made.name not in ("sum", "mul", "rmul", "neg", "div"):
             return None
         if made.name == "sum":
-            return abs(term.own)
+            return abs(term.coefficient)
     return None

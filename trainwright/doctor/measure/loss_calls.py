@@ -877,7 +877,7 @@ class LossListener(Probe):
     """Measures the loss functions that the loop calls outside of its models, in some of the steps."""
 
     name = LossFacts.experiment
-    hears_every_step = True
+    observes_every_step = True
     """``on_closed`` sets or removes the listener of the tape for the next step."""
 
     def __init__(self, tape: Tape, subject: LiveObjects) -> None:
@@ -1012,7 +1012,9 @@ def terms_facts(session: ReplaySession) -> TermsFacts:
         for of_term in grads
     ]
     pairs = zip(parts, norms)
-    return TermsFacts(tuple(TermFacts(t.name, t.weight, t.own, abs(t.weight) * norm) for t, norm in pairs), len(common))
+    return TermsFacts(
+        tuple(TermFacts(t.name, t.weight, t.coefficient, abs(t.weight) * norm) for t, norm in pairs), len(common)
+    )
 
 
 def _gradients(session: ReplaySession, term: Term) -> Grads:

@@ -58,7 +58,7 @@ class MixedPrecision(Probe):
         self._device = next((p.device for p in parameters), torch.device("cpu"))
         self._halves = [p for p in parameters if p.dtype in HALF_DTYPES and p.requires_grad][:SAMPLED_TENSORS]
         self._matrices = [p for p in parameters if p.dim() > 1][:SAMPLED_TENSORS]
-        self.hears_every_step = bool(self._halves)  # begin and end of one update belong together
+        self.observes_every_step = bool(self._halves)  # begin and end of one update belong together
         self._is_fp16 = any(p.dtype == torch.float16 for p in self._halves)
         self._steps = 0
         self._before: list[tuple[Tensor, Tensor, Tensor]] = []  # a weight, samples of its values and its gradient

@@ -33,7 +33,7 @@ class Modes(Probe):
     """Observes modes. ``urgent``: a module has left train mode, or the model was evaluated in train mode."""
 
     name = ModesFacts.experiment
-    hears_every_step = True
+    observes_every_step = True
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._roots, self._modules, self._sites = watched.subject.roots, watched.subject.modules, watched.sites

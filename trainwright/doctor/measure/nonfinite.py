@@ -15,7 +15,7 @@ from trainwright.doctor.measure.mixed_precision import has_half_parameters
 from trainwright.recorder.numbers import Numbers
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import Backward, Call, Constant, Operation, RecordedStep, constants_of, mapped
-from trainwright.recorder.ranks import own_part
+from trainwright.recorder.ranks import local_part
 from trainwright.recorder.user_types import TorchFunction
 from trainwright.replay.bisect import failing_rows
 from trainwright.replay.experiments import replay
@@ -47,7 +47,7 @@ class NonfiniteListener(Probe):
     """
 
     name = SeenNonfinite.experiment
-    hears_every_step = True
+    observes_every_step = True
 
     def __init__(self, watched: WatchedObjects) -> None:
         subject = watched.subject
@@ -120,7 +120,7 @@ class NonfiniteListener(Probe):
 def is_finite(tensor: Tensor) -> bool:
     """Returns True if all values are finite; of a DTensor, those of this process."""
     values = tensor.detach()
-    values = values.coalesce().values() if values.is_sparse else own_part(values)
+    values = values.coalesce().values() if values.is_sparse else local_part(values)
     return bool(values.isfinite().all())
 
 

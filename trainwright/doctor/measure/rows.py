@@ -149,7 +149,7 @@ class InputRows(Probe):
     """Reads the rows of calls, about 50 us per call. ``urgent``: batches repeat, or training rows are evaluated."""
 
     name = RowsFacts.experiment
-    hears_every_step = True
+    observes_every_step = True
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._sites, self._values_of_loop = watched.sites, watched.values

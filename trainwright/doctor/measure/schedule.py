@@ -54,7 +54,7 @@ class Schedules(Probe):
     """Observes schedulers, passed to the watch or not. ``urgent``: the learning rate fell, or rose after a cosine."""
 
     name = LearningRateFacts.experiment
-    hears_every_step = True
+    observes_every_step = True
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._optimizers, self._roots = watched.subject.optimizers, watched.subject.roots

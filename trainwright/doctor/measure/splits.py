@@ -28,7 +28,7 @@ class Splits(Probe):
     """Reads the first input (rows, columns) of training steps and of evaluations. Keeps sums on their device."""
 
     name = SplitsFacts.experiment
-    hears_every_step = True
+    observes_every_step = True
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._sites, self._steps = watched.sites, 0

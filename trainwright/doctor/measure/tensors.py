@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from trainwright.recorder.ranks import own_part
+from trainwright.recorder.ranks import local_part
 
 MIN_LENGTH = 4  # Minimum length of padded rows
 
 
 def sampled(tensor: Tensor, most: int) -> Tensor:
     """Returns a copy of at most ``most`` evenly spaced elements; of a DTensor, of its local part."""
-    flat = own_part(tensor.detach()).flatten()
+    flat = local_part(tensor.detach()).flatten()
     return flat[:: max(1, flat.numel() // most)][:most].clone()
 
 

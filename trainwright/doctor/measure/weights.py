@@ -17,7 +17,7 @@ from trainwright.doctor.measure.tensors import made_by
 from trainwright.recorder.graph import graph_behind, leaves_among
 from trainwright.recorder.probes import Probe, WatchedObjects, WatchSite
 from trainwright.recorder.program import OptimizerStep, RecordedStep, tensors_of
-from trainwright.recorder.ranks import own_part
+from trainwright.recorder.ranks import local_part
 from trainwright.recorder.user_types import Args
 
 MAX_WRITES_OF_INITIALIZATION = 16
@@ -34,7 +34,7 @@ class MovingWeights(Probe):
     """Reads all weights at each examination in one pass over their memory. Counts updates in between."""
 
     name = WeightsFacts.experiment
-    hears_every_step = True
+    observes_every_step = True
 
     def __init__(self, watched: WatchedObjects) -> None:
         subject = watched.subject
@@ -59,7 +59,7 @@ class MovingWeights(Probe):
     def begin(self, site: WatchSite) -> None:
         self._last = self._checksums()
         self._found.worked_on = tuple(name for name, p in zip(self._names, self._parameters) if was_trained(p))
-        self._zeros = {n for n, p in enumerate(self._parameters) if p.dim() > 1 and not own_part(p.detach()).any()}
+        self._zeros = {n for n, p in enumerate(self._parameters) if p.dim() > 1 and not local_part(p.detach()).any()}
         held = {id(self._parameters[n]) for n in self._in_optimizers() if self._parameters[n].requires_grad}
         self._found.frozen_by_name = tuple(_frozen_by_name(self._roots, held))[:MAX_NAMES]
         layers, _, fresh = frozen_layers(self._roots)
@@ -139,7 +139,7 @@ class MovingWeights(Probe):
     def _record_gradients(self) -> set[int]:
         """Returns the tensors whose gradient is all zeros. Records the tensors with a nonzero one."""
         known = [n for n, p in enumerate(self._parameters) if p.grad is not None]
-        grads = [own_part(grad.detach()) for n in known if (grad := self._parameters[n].grad) is not None]
+        grads = [local_part(grad.detach()) for n in known if (grad := self._parameters[n].grad) is not None]
         dense = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
         is_any = torch.stack([norm > 0 for norm in torch._foreach_norm(dense, 1)]).tolist() if dense else []
         self._with_gradient |= {n for n, found in zip(known, is_any) if found}
@@ -156,7 +156,7 @@ class MovingWeights(Probe):
         return self._ever_in_optimizers
 
     def _checksums(self) -> list[int]:
-        return start_checksums([own_part(p.detach()) for p in self._parameters])()
+        return start_checksums([local_part(p.detach()) for p in self._parameters])()
 
 
 def _weights_of_output(output: Tensor) -> list[Tensor]:
@@ -199,7 +199,7 @@ def frozen_layers(roots: Sequence[nn.Module]) -> tuple[Layers, Layers, Layers]:
 
 def _is_fresh(weight: Tensor) -> bool:
     """Returns True if the values are uniform within the bounds of ``nn.Linear``, or normal with a deviation of 0.02."""
-    flat = own_part(weight.detach()).flatten().double()
+    flat = local_part(weight.detach()).flatten().double()
     if len(flat) < MIN_FRESH_WEIGHTS or weight.is_meta or was_trained(weight):
         return False
     bound, deviation = weight.shape[1] ** -0.5, flat.std()

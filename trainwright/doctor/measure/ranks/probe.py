@@ -38,7 +38,7 @@ from trainwright.recorder.program import (
     constants_of,
     tensors_of,
 )
-from trainwright.recorder.ranks import has_others, num_collectives, own_part
+from trainwright.recorder.ranks import has_others, local_part, num_collectives
 from trainwright.recorder.user_types import Args, Kwargs, TorchFunction
 from trainwright.runs.json_values import Facts, strict
 
@@ -75,7 +75,7 @@ class RanksProbe(Probe):
     """Reports the steps of this rank. ``urgent``: the comparison has found something new."""
 
     name = RanksFacts.experiment
-    hears_every_step = True
+    observes_every_step = True
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._parameters, self._optimizers = watched.subject.parameters, watched.subject.optimizers
@@ -205,7 +205,7 @@ class RanksProbe(Probe):
 
     def _norm(self) -> Tensor | None:
         """Returns the norm of this rank's part of the gradients if the model is sharded."""
-        grads = [own_part(p.grad) for p in self._parameters if p.grad is not None] if self._replica.is_split else []
+        grads = [local_part(p.grad) for p in self._parameters if p.grad is not None] if self._replica.is_split else []
         return nn.utils.get_total_norm(grads) if grads else None
 
     # the update
