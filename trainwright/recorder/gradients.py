@@ -247,7 +247,6 @@ class GradientRecorder(Listener):
         self._happened("clip", {"by": by, "at": at, "norm": found, "parameters": len(parameters)})
 
     def _clipped_by(self, parameters: list[Tensor]) -> list[int]:
-        """Returns the numbers of the clipped parameters."""
         if (clipped := list(map(id, parameters))) != self._clipped:  # else they are unchanged since the last clip
             self._clipped, self._clipped_numbers = clipped, self._numbers_of(parameters)
         return self._clipped_numbers

@@ -12,7 +12,6 @@ from torch import nn
 from trainwright.checkpoint.snapshot import LiveObjects
 from trainwright.recorder.comparisons import EvaluationSites
 from trainwright.recorder.hooks import Listener
-from trainwright.recorder.listener import call_each
 from trainwright.recorder.numbers import Numbers
 from trainwright.recorder.program import RecordedStep
 from trainwright.runs.json_values import Facts, strict
@@ -90,13 +89,3 @@ class Probe(Listener):
             return None
         self._last_facts = facts
         return dict(strict(vars(facts)))
-
-
-def begin_all(probes: Sequence[Probe], site: WatchSite) -> None:
-    """Calls ``begin`` of the probes. One that raises is stopped."""
-    call_each([(each, each.begin) for each in probes], site)
-
-
-def end_all(probes: Sequence[Probe], error: BaseException | None) -> None:
-    """Calls ``end`` of the probes."""
-    call_each([(each, each.end) for each in probes], error)

@@ -319,7 +319,6 @@ def _find_tensors(value: object, depth: int, found: list[Tensor], walked: dict[i
 
 
 def _items_of(value: object) -> Iterable[object]:
-    """Returns the contents of a container or an object."""
     if isinstance(value, Mapping):
         return [value[key] for key in value]
     if isinstance(value, list | tuple):

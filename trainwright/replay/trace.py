@@ -213,7 +213,6 @@ class Tracing(TorchDispatchMode):
         return self._run(func, args, kwargs, "update" if is_update else "forward", place)
 
     def _run(self, func: OpOverload, args: Args, kwargs: Kwargs, phase: str, place: _Place) -> object:
-        """Runs the op and records it."""
         traits = _traits(func)
         arguments: dict[int | str, object] = dict(enumerate(args))
         arguments.update(kwargs.items())

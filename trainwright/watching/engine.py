@@ -129,14 +129,13 @@ class EngineSession(WatchSession):
             else:
                 groups = [[{**g, "params": None} for g in each.param_groups] for each in self._objects.optimizers]
                 if not self._waiting:
-                    inside.before_next_event(self.catch_up)
+                    inside.catch_up = self.catch_up
                 self._waiting.append(DeferredStep(inputs, result, groups))
             return result
 
         return recorded
 
     def _record(self, snapshot: Snapshot, steps: list[RecordedStep]) -> None:
-        """Records the programs of deferred steps."""
         if self.witness.passes is None:
             return
         if self._deferred is None:
@@ -163,7 +162,7 @@ class EngineSession(WatchSession):
 
     def catch_up(self) -> None:
         """Reports the deferred steps that wait. Called before any other event, so that the order of events is kept."""
-        inside.before_next_event(None)
+        inside.catch_up = None
         if self._waiting:
             self._guarded(self._report)
 

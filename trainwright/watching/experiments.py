@@ -201,7 +201,6 @@ class ExperimentRunner:
         return [name for name in left if not self._runs[name]] + sorted(self._trials)
 
     def _run_user_checks(self, step: int) -> Facts:
-        """Returns the results of the user-defined checks for a step."""
         facts: Facts = {}
         for own in self._own if step else ():
             name = USER_CHECK_PREFIX + name_of_check(own)

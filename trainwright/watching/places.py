@@ -361,7 +361,6 @@ class SourcePlaces:
         return next((line for line in classes if line), None) or self._line_that_calls({op})
 
     def _line_of_initialization(self, path: str) -> str | None:
-        """Return the line that initializes the weights of a module."""
         modules = [each for root in self._roots if (each := dict(root.named_modules()).get(path)) is not None]
         kinds = {type(each).__name__ for each in modules}
         kind = kinds.pop() if len(kinds) == 1 else ""

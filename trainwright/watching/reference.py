@@ -9,7 +9,6 @@ from trainwright.doctor.facts.reference import MIN_STEPS, ReferenceFacts, traits
 from trainwright.errors import UsageError
 from trainwright.recorder.probes import Probe
 from trainwright.runs.folder import RunFolder
-from trainwright.runs.json_values import Facts, strict
 from trainwright.runs.reader import read_newest
 from trainwright.runs.records import Examined, Watched
 
@@ -35,7 +34,6 @@ class ReferenceProbe(Probe):
             )
         self._facts: ReferenceFacts | None = ReferenceFacts(run=folder.path.name, traits=traits)
 
-    def values(self) -> Facts | None:
+    def facts(self) -> ReferenceFacts | None:
         facts, self._facts = self._facts, None
-        values = strict(vars(facts)) if facts is not None else None
-        return values if isinstance(values, dict) else None
+        return facts

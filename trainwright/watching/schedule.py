@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Protocol
 
 from trainwright.watching.budget import REPEATED_FRACTION, ExaminationBudget
 
@@ -29,18 +28,6 @@ FIRST = 4
 """If steps are longer than SHORT_S, only this many of the first candidates are examined."""
 LEAST_WORTH = 4
 """Minimum ratio between the cost of an examination's experiments and its cost without any."""
-
-
-class Costs(Protocol):
-    """The cost of experiments."""
-
-    def wanted_s(self) -> float:
-        """Returns the seconds of the next pending experiment; infinity without one."""
-        ...
-
-    def repeated_s(self) -> float:
-        """Returns the seconds of the repeated experiments."""
-        ...
 
 
 class ExaminationSchedule:
@@ -112,15 +99,18 @@ class ExaminationSchedule:
         """Returns True if the repeated experiments are due."""
         return self._budget.is_lifted or self._budget.trained_s >= self._repeat_at_s
 
-    def plan_next(self, overhead_s: float, runner: Costs) -> None:
-        """Sets when the next examination is due, after one that took ``overhead_s`` besides its experiments."""
+    def plan_next(self, overhead_s: float, *, wanted_s: float = math.inf, repeated_s: float = 0.0) -> None:
+        """Sets when the next examination is due, after one that took ``overhead_s`` besides its experiments.
+
+        ``wanted_s`` are the predicted seconds of the next pending experiment (infinity without one), ``repeated_s``
+        those of the repeated experiments.
+        """
         if self.is_repeat_due:
-            repeated_s = overhead_s + runner.repeated_s()
-            self._repeat_at_s = self._budget.trained_s + repeated_s / REPEATED_FRACTION
+            self._repeat_at_s = self._budget.trained_s + (overhead_s + repeated_s) / REPEATED_FRACTION
         self._overhead_s = (
             min(overhead_s, 2 * self._overhead_s) if self._overhead_s else overhead_s
         )  # a single slow examination may be an outlier
-        self._wanted_s = max(runner.wanted_s(), LEAST_WORTH * self._overhead_s)
+        self._wanted_s = max(wanted_s, LEAST_WORTH * self._overhead_s)
 
     def _jumped(self, step: int, loss: float) -> bool:
         """Returns True if the loss exceeds its moving average by more than 6 mean deviations and by more than 5 %."""

@@ -38,7 +38,7 @@ from trainwright.recorder.listener import call_each, methods_of, muted
 from trainwright.recorder.numbers import Numbers, begin_reading, lateness
 from trainwright.recorder.optimizers import watching
 from trainwright.recorder.pausable import without_users_modes
-from trainwright.recorder.probes import LoopObjects, Probe, WatchedObjects, WatchSite, begin_all, end_all
+from trainwright.recorder.probes import LoopObjects, Probe, WatchedObjects, WatchSite
 from trainwright.recorder.program import RecordedStep, others_of
 from trainwright.recorder.program_changes import ProgramChanges
 from trainwright.recorder.ranks import what_is_shared
@@ -182,7 +182,7 @@ class WatchSession:
         self._begin_s, self._pid = time.perf_counter(), os.getpid()
         self.budget.begin()
         with without_users_modes():
-            begin_all(self._probes, self._site)
+            call_each([(each, each.begin) for each in self._probes], self._site)
             self._open.enter_context(watching(self._objects.optimizers))
             self._call_hooks = self._open.enter_context(listening(self._group, self._roots))
             self._light.add(self._call_hooks)
@@ -198,7 +198,6 @@ class WatchSession:
             self._light.add(self._open.enter_context(listening_to_calls(self._group, parts)))
 
     def _closed(self, step: RecordedStep) -> None:
-        """Handles the end of a step."""
         self.step = step.step
         if self._options.is_engine and step.inputs is None:
             self._template = StepTemplate.of(step)
@@ -318,7 +317,8 @@ class WatchSession:
             overhead_s = self.findings_log.examine(
                 step, why, limits=self._limits(), allowed_s=allowed_s, repeats=self._schedule.is_repeat_due
             )
-        self._schedule.plan_next(overhead_s, self.runner)
+        wanted_s, repeated_s = self.runner.wanted_s(), self.runner.repeated_s()
+        self._schedule.plan_next(overhead_s, wanted_s=wanted_s, repeated_s=repeated_s)
         self._end_replays(self._objects.is_closed)
 
     def _can_be_checked(self, step: RecordedStep) -> bool:
@@ -402,7 +402,7 @@ class WatchSession:
         self._light.end()
         for each in self._pausable:
             each.is_paused = False
-        end_all(self._probes, error)
+        call_each([(each, each.end) for each in self._probes], error)
         try:
             if error is None or isinstance(error, Exception):
                 self._examine_end(error)

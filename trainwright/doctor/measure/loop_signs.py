@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trainwright.doctor.facts.loss import LossSign
-from trainwright.doctor.measure.tensors import VIEW_NODES, is_reordered, made_by
+from trainwright.doctor.measure.tensors import VIEW_NODES, is_reordered, made_by, random_state
 from trainwright.recorder.callers import caller, calling_frame
 from trainwright.recorder.graph import graph_behind, leaves_among
 from trainwright.recorder.plain_tensors import is_plain
@@ -159,7 +159,7 @@ class LoopSigns:
         if isinstance(exponent, Tensor) and result.numel() >= 8 and exponent in self._differences:
             key, self._device = ("ratio_is_one", "exp", caller()), result.device
             before = self._random_state
-            is_same_rollout = before is not None and torch.equal(before, _random_state(self._device))
+            is_same_rollout = before is not None and torch.equal(before, random_state(self._device))
             self._shown.setdefault(key, []).append(((result.detach() - 1).abs() < 1e-5).all())
             self._values[key] = self._values.get(key, 0.0) + is_same_rollout
 
@@ -233,7 +233,7 @@ class LoopSigns:
 
     def end_step(self, step: RecordedStep) -> None:
         """Reads the program of one of the first steps."""
-        self._random_state = _random_state(self._device)
+        self._random_state = random_state(self._device)
         weights, self._weights = self._weights, []
         if step.step > STEPS_OF_PROGRAM:
             return
@@ -327,11 +327,6 @@ def _groups(rows: Tensor) -> Tensor | None:
     _, groups, counts = torch.unique(rows, dim=0, return_inverse=True, return_counts=True)
     is_even = len(counts) > 1 and int(counts.min()) == int(counts.max()) > 1
     return groups if is_even else None
-
-
-def _random_state(device: torch.device) -> Tensor:
-    """Returns the state of the default generator of a GPU; for other devices, of the CPU generator."""
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.default_generator.get_state()
 
 
 def _inputs_of(step: RecordedStep) -> list[Tensor]:

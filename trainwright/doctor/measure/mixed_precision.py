@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from trainwright.checkpoint.names import named_parameters
 from trainwright.doctor.facts.precision import Aliased, Emptied, FormatFacts, LossInFp32Facts, MixedPrecisionFacts
-from trainwright.doctor.measure.tensors import sampled
+from trainwright.doctor.measure.tensors import random_state, sampled
 from trainwright.recorder.gradients import owned_by
 from trainwright.recorder.pausable import without_modes
 from trainwright.recorder.plain_tensors import is_plain
@@ -147,7 +147,7 @@ class MixedPrecision(Probe):
             owned = {id(p) for p in owned_by(optimizer)}
             both = [(p, p.grad) for p in self._halves if id(p) in owned]
             self._before = [(p, _sampled(p), _sampled(g)) for p, g in both if g is not None and not g.is_sparse]
-            self._rng = self._generator()
+            self._rng = random_state(self._device)
             for p, weight, grad in self._before:
                 first = self._first.get(id(p), (p, weight, torch.zeros_like(grad, dtype=torch.bool)))
                 self._first[id(p)] = (*first[:2], first[2] | (grad != 0))
@@ -158,13 +158,10 @@ class MixedPrecision(Probe):
             return
         has_grad = torch.cat([grad != 0 for _, _, grad in before])
         same = torch.cat([weight == _sampled(p) for p, weight, _ in before])
-        self._kept_elsewhere |= not torch.equal(self._rng, self._generator())  # stochastic rounding
+        self._kept_elsewhere |= not torch.equal(self._rng, random_state(self._device))  # stochastic rounding
         self._kept_elsewhere |= any(_keeps_copies(optimizer, p) for p, _, _ in before)
         still = (same & has_grad).sum() / has_grad.sum().clamp(min=1)
         self._still.append((float(optimizer.param_groups[0].get("lr", 0.0)), still))
-
-    def _generator(self) -> Tensor:
-        return torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else torch.get_rng_state()
 
     def _test_autocast_cache(self) -> None:
         """Casts a test weight within autocast and changes it. A stale autocast cache still returns the old value."""

@@ -196,7 +196,7 @@ class Modules(ModuleProbe):
         given = plain(tensors_of((args, kwargs), 2)) if is_norm or is_repeated else []
         if is_norm and given and not self._single and _normalises_one_value(module, given[0]):
             self._single = path
-        if is_repeated and any(_is_computed_from(t.grad_fn, self._made[path]) for t in given):
+        if is_repeated and any(node in self._made[path] for node in graph_behind(given, most=64)):
             self._chained.add(id(module))
 
     def left(self, path: str, module: nn.Module, output: object) -> None:
@@ -320,17 +320,6 @@ class Modules(ModuleProbe):
 def _entries(container: nn.Module) -> Counter[nn.Module]:
     """Counts the entries of a container that are modules with parameters."""
     return Counter(m for m in container._modules.values() if m is not None and any(True for _ in m.parameters()))
-
-
-def _is_computed_from(node: Node | None, earlier: set[Node], most: int = 64) -> bool:
-    """Returns True if a node of ``earlier`` is among the about ``most`` nodes nearest behind ``node``."""
-    waiting = [node]
-    for each in waiting:  # grows during the iteration
-        if each in earlier:
-            return True
-        if each is not None and len(waiting) < most:
-            waiting += [following for following, _ in each.next_functions]
-    return False
 
 
 def _normalises_one_value(module: nn.Module, x: Tensor) -> bool:

@@ -20,6 +20,11 @@ def sampled(tensor: Tensor, most: int) -> Tensor:
     return flat[:: max(1, flat.numel() // most)][:most].clone()
 
 
+def random_state(device: torch.device) -> Tensor:
+    """Returns the state of the default generator of a GPU; for other devices, of the CPU generator."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.default_generator.get_state()
+
+
 def padding_of(x: Tensor) -> tuple[int, Tensor] | None:
     """Returns the value that pads rows (B, T, ...) at one end, and the positions (B, T) that it fills; else None.
 

@@ -150,7 +150,7 @@ def _sees(session: ReplaySession, placed: Placed, which: int) -> tuple[float | N
     start = next((t for t in known if bool((counts & (column == t)).any())), next(iter(known), None))
     if start is None:
         return None, None, 0
-    was, now = _losses_in_eval(session), _losses_in_eval(session, _changed_from(ids, start))
+    was, now = _losses_in_eval(session), _losses_in_eval(session, _changed(ids, slice(start, None)))
     if len(now) <= which or len(was) <= which or now[which].marks.shape != was[which].marks.shape:
         return None, None, start
     before, at = ((counts & places).nonzero().flatten() for places in (column < start, column == start))
@@ -176,7 +176,7 @@ def _depends_on_earlier(
 
 def _leak(session: ReplaySession, ids: Tensor, start: int) -> Deviation:
     """Returns where values at positions before ``start`` first depend on later tokens."""
-    passes, change = EvalPasses(session), Intervention(inputs=_changed_from(ids, start))
+    passes, change = EvalPasses(session), Intervention(inputs=_changed(ids, slice(start, None)))
     early = at_rows(lambda size: torch.arange(size) < start, ids.shape[1], dim=1)
     return passes.located(passes.deviation(passes.run(change), early), change, early)
 
@@ -190,12 +190,8 @@ def _change(was: Classified, now: Classified, rows: Tensor) -> float | None:
     return float((changed - scores).abs().max()) / spread if spread > 0 else None
 
 
-def _changed_from(ids: Tensor, start: int) -> InputHandler:
-    """Returns a handler that replaces the tokens from position ``start`` on."""
-    return _changed(ids, slice(start, None))
-
-
 def _changed(ids: Tensor, columns: slice) -> InputHandler:
+    """Returns a handler that replaces the tokens in these columns."""
     low, high = int(ids.min()), int(ids.max())
     other = ids.clone()
     other[:, columns] = low + (ids[:, columns] - low + 1 + (high - low) // 2) % (high - low + 1)

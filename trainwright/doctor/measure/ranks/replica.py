@@ -200,6 +200,5 @@ def _runs(values: Sequence[T]) -> list[Sequence[T]]:
 
 
 def _numbers_in(group: Mapping[str, object]) -> dict[str, float]:
-    """Returns the numeric hyperparameters of a parameter group."""
     values = {n: v.item() if isinstance(v, Tensor) and v.numel() == 1 else v for n, v in group.items()}
     return {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
