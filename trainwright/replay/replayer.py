@@ -234,7 +234,7 @@ class _Run:
         if not self.intervention.fresh_rng:
             torch.set_rng_state(call.rng[0])
             if call.rng[1] is not None:
-                torch.cuda.set_rng_state(call.rng[1])
+                torch.cuda.set_rng_state(call.rng[1], self.replayer.device)
         for module, training in zip(self.replayer.subject.modules, call.training):
             module.training = training if self.intervention.mode is None else self.intervention.mode == "train"
         for parameter, wanted in zip(self.replayer.subject.parameters, call.wanted):
@@ -416,5 +416,4 @@ def _needs_closure(optimizer: Optimizer) -> bool:
 
 
 def _weights(replayer: Replayer) -> dict[str, Tensor]:
-    """Returns copies of the weights by name."""
     return {name: p.detach().clone() for name, p in zip(replayer.names, replayer.subject.parameters)}

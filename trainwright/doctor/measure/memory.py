@@ -51,7 +51,7 @@ class Growth(Probe):
             HeldResources(
                 step=step.step,
                 memory_bytes=unfreed_bytes(),
-                device_bytes=torch.cuda.memory_allocated() if any(p.is_cuda for p in self._parameters[:1]) else 0,
+                device_bytes=sum(torch.cuda.memory_allocated(p.device) for p in self._parameters[:1] if p.is_cuda),
                 hooks=sum(map(_hooks_of, self._modules.values())) + sum(map(_hooks_of, self._parameters)),
             )
         )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from trainwright.doctor.facts.calls import SteadinessFacts
+from trainwright.doctor.measure.tensors import random_state
 from trainwright.recorder.callers import caller
 from trainwright.recorder.probes import Probe, WatchedObjects
 from trainwright.recorder.program import RecordedStep
@@ -29,6 +30,7 @@ class Steadiness(Probe):
 
     def __init__(self, watched: WatchedObjects) -> None:
         self._found = SteadinessFacts()
+        self._device = next((p.device for p in watched.subject.parameters), torch.device("cpu"))
         self._close_until = EVERY_STEP_UNTIL
         self._before: int | None = None  # state at the start of the previous examined step
         self._drew = False  # whether that step drew numbers
@@ -51,7 +53,7 @@ class Steadiness(Probe):
             return
         begin, on_device = step.calls[0].rng
         state = _digest(begin, on_device)
-        now = _digest(torch.default_generator.get_state(), None if on_device is None else torch.cuda.get_rng_state())
+        now = _digest(torch.default_generator.get_state(), None if on_device is None else random_state(self._device))
         draws = state != now
         is_continued = state == self._before and not self._drew  # nothing has been drawn since the step before
         if not is_continued and (draws or self._before is not None):
