@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -15,7 +14,6 @@ from trainwright.recorder.ranks import local_part
 from trainwright.runs.json_values import Facts
 from trainwright.runs.records import Watched
 
-_IS_CUDA = operator.attrgetter("is_cuda")
 LATE = 2
 """Number of steps after which a GPU has usually computed losses and norms of a step, so that reading does not wait."""
 
@@ -46,58 +44,34 @@ class Numbers(NamedTuple):
 
 def begin_reading(step: RecordedStep) -> Callable[[], Numbers]:
     """Starts to copy the numbers of a step to the host. Returns a function that waits for them."""
-    if (there := _read_at_once(step)) is not None:
-        return lambda: there
     losses = step.losses
     clips = [value["norm"] for kind, value in step.events if kind == "clip" and value["norm"] is not None]
     own = [] if step.loss is None else [step.loss]
     norm = [] if step.grad_norm is None else [step.grad_norm]
     read = late([*losses, *own, *norm, *clips])
-    known: Numbers | None = None
 
     def numbers() -> Numbers:
-        nonlocal known
-        if known is None:
-            values = read()
-            of_losses, at = tuple(values[: len(losses)]), len(losses)
-            loss = values[at] if own else sum(of_losses) / len(of_losses) if of_losses else math.nan
-            at += len(own)
-            known = Numbers.of(of_losses, loss, values[at] if norm else 0.0, tuple(values[at + len(norm) :]))
-        return known
+        values = read()
+        of_losses, at = tuple(values[: len(losses)]), len(losses)
+        loss = values[at] if own else sum(of_losses) / len(of_losses) if of_losses else math.nan
+        at += len(own)
+        return Numbers.of(of_losses, loss, values[at] if norm else 0.0, tuple(values[at + len(norm) :]))
 
     return numbers
 
 
-def _read_at_once(step: RecordedStep) -> Numbers | None:
-    """Returns the numbers in the common case on a CPU, with few calls; None in any other case."""
-    losses: list[float] = []
-    norm = step.grad_norm.item() if type(step.grad_norm) is Tensor and step.grad_norm.is_cpu else step.grad_norm
-    for each in step.losses:
-        if type(each) is not Tensor or not each.is_cpu:
-            return None
-        losses.append(each.item())
-    own = step.loss.item() if type(step.loss) is Tensor and step.loss.is_cpu else step.loss
-    if not losses or not isinstance(norm, float) or isinstance(own, Tensor):
-        return None
-    clips: list[float] = []
-    for kind, value in step.events:
-        if kind == "clip" and (found := value["norm"]) is not None:
-            if not isinstance(found, float):
-                return None
-            clips.append(found)
-    return Numbers.of(tuple(losses), sum(losses) / len(losses) if own is None else own, norm, tuple(clips))
-
-
 def late(values: Sequence[Tensor | float]) -> Callable[[], list[float]]:
     """Starts to copy 0-d tensors to the host. On the CPU they are read at once, because the loop may write to them."""
-    tensors = [v for v in values if isinstance(v, Tensor)]
-    if not any(map(_IS_CUDA, tensors)):
-        known = [
-            v if not isinstance(v, Tensor) else v.item() if type(v) is Tensor else float(local_part(v.detach()))
-            for v in values
-        ]
+    known: list[float] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.is_cuda:
+                device = value.device
+                break
+            value = value.item() if type(value) is Tensor else float(local_part(value.detach()))
+        known.append(value)
+    else:
         return lambda: known
-    device = next(t.device for t in tensors if t.is_cuda)
     with torch.no_grad():
         parts = [local_part(v).detach() if isinstance(v, Tensor) else torch.tensor(v, device="cpu") for v in values]
         if any(not v.is_cuda or v.shape or v.dtype != torch.float32 for v in parts):  # rare, and takes 10 us for each
