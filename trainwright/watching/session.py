@@ -79,7 +79,7 @@ class WatchOptions:
     """Permissions of a session, and how much it may record. ``bundles`` is the folder of bundles (None: none are kept).
 
     ``skip`` are the samples of steps whose update is skipped. ``checks`` and ``user_checks`` are the checks to run
-    (None: all of them). ``replays``: steps may be replayed. ``examine`` sets the time budget.
+    (None: all of them). ``examine`` sets the time budget; with "listen", no step is replayed.
     ``keeps_last_steps``: the last steps are written to ``bundles`` if there was no time for an experiment.
     ``is_engine``: the session watches the engine, which skips updates itself and reports the end of steps.
     ``finds_spikes``: spikes of the gradient norm are reported. ``check``: the first step that can be replayed is
@@ -94,7 +94,6 @@ class WatchOptions:
     skip: frozenset[frozenset[int]] = frozenset()
     checks: tuple[Check, ...] | None = None
     user_checks: tuple[UserCheck, ...] = ()
-    replays: bool = True
     examine: Examine = "budget"
     keeps_last_steps: bool = True
     is_engine: bool = False
@@ -144,7 +143,7 @@ class WatchSession:
         self.ring = Ring(keep=options.keep, budget_bytes=options.budget_bytes)
         self._objects = LiveObjects(roots, optimizers, parameters)
         self.runner = ExperimentRunner(
-            self._objects, self.ring, self.budget, options.user_checks, replays=options.replays, say=say
+            self._objects, self.ring, self.budget, options.user_checks, replays=options.examine != "listen", say=say
         )
         self._changes = ProgramChanges(parameters)
         watched = WatchedObjects(subject=self._objects, **vars(objects))
@@ -285,7 +284,7 @@ class WatchSession:
             self._is_calm = is_calm
             for each in self._pausable:
                 each.is_paused = is_calm
-        can_be_deferred = self._template is not None and self._blind is None and self._options.replays
+        can_be_deferred = self._template is not None and self._blind is None
         self.is_next_deferred = is_calm and can_be_deferred and 0 < self.budget.step_s < LONG_STEP_S
 
     def _may_be_calm(self, step: int) -> bool:

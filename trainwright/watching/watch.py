@@ -387,9 +387,7 @@ def watch(
     def options() -> WatchOptions:
         held_bytes = memory_bytes or enough_bytes(roots)
         nonfinite = "observe" if are_foreign else on_nonfinite  # their updates cannot be skipped
-        return WatchOptions(
-            nonfinite, on_spike, keep, held_bytes, bundles, to_skip, *chosen, examine != "listen", examine, check=check
-        )
+        return WatchOptions(nonfinite, on_spike, keep, held_bytes, bundles, to_skip, *chosen, examine, check=check)
 
     return Watch(
         roots,
