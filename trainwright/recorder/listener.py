@@ -257,6 +257,9 @@ class CallDepth(threading.local):
     only: Listener | None = None
     catch_up: Callable[[], None] | None = None
 
+    def before_next_event(self, call: Callable[[], None] | None) -> None:
+        self.catch_up = call
+
     def enter(self, name: str) -> None:
         setattr(self, name, getattr(self, name) + 1)
 

@@ -129,7 +129,7 @@ class EngineSession(WatchSession):
             else:
                 groups = [[{**g, "params": None} for g in each.param_groups] for each in self._objects.optimizers]
                 if not self._waiting:
-                    inside.catch_up = self.catch_up
+                    inside.before_next_event(self.catch_up)
                 self._waiting.append(DeferredStep(inputs, result, groups))
             return result
 
@@ -162,7 +162,7 @@ class EngineSession(WatchSession):
 
     def catch_up(self) -> None:
         """Reports the deferred steps that wait. Called before any other event, so that the order of events is kept."""
-        inside.catch_up = None
+        inside.before_next_event(None)
         if self._waiting:
             self._guarded(self._report)
 
