@@ -24,6 +24,7 @@ from trainwright.recorder.program import RecordedStep, tensors_of
 from trainwright.recorder.user_types import Args, Kwargs, Loader
 
 FOLLOWED_PASSES = 4  # First evaluations of a call site, all observed. After them only the 8th, 16th, 32nd, ... are.
+VALUES_PER_SAMPLE = 256  # Values that are compared, evenly spaced: 256 to 511, or all of a smaller sample
 MAX_CLASSES = 128  # Classes that are counted. The last one stands for all larger ones
 MIN_ROWS, MIN_ROWS_PER_CLASS = 64, 8
 MIN_STEPS_OF_LABELS = 3  # Minimum number of different distances between labels that follow each other
@@ -92,14 +93,15 @@ class Evaluations(Probe):
         self._batch = None if self._in_step else (getattr(iterator, "_dataset", None), tensors_of(batch, 3))
 
     def _read_samples(self, site: Site) -> None:
-        """Keeps the labels of the newest batch, and one number for each sample that depends on all of its values."""
+        """Keeps the labels of the newest batch, and a weighted sum of some values of each sample."""
         (dataset, tensors), self._batch = self._batch or (0, []), None
         x = next(
             (each for each in plain(tensors) if each.is_floating_point() and each.dim() > 1 and each.numel()), None
         )
         labels = [each for each in plain(tensors) if each.dtype == torch.int64 and each.dim() == 1]
         if x is not None and labels and len(labels[0]) == len(x):
-            flat = x.detach().flatten(1).double()
+            flat = x.detach().flatten(1)
+            flat = flat[:, :: max(1, flat.shape[1] // VALUES_PER_SAMPLE)].double()
             sums = flat @ torch.arange(1.0, flat.shape[1] + 1, dtype=flat.dtype, device=flat.device)
             self._samples.setdefault((site, id(dataset)), []).append((labels[0].clone(), sums))
             self._is_shared |= bool(_parts_of(dataset) & _parts_of(self._trained_on))
