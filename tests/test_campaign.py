@@ -82,7 +82,7 @@ def flip_a_bit(path: Path) -> None:
 def rewrite(run: Path, change: Callable[[dict[str, Any]], dict[str, Any] | None]) -> None:
     """Passes every record of the log through ``change``."""
     records = [change(json.loads(line)) for line in (run / "log.jsonl").read_text().splitlines()]
-    (run / "log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records if record))
+    (run / "log.jsonl").write_text("".join(json.dumps(each, separators=(",", ":")) + "\n" for each in records if each))
 
 
 def of_step(number: int, **fields: Any) -> Callable[[dict[str, Any]], dict[str, Any] | None]:
