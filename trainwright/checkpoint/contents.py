@@ -33,7 +33,7 @@ class Maybe(NamedTuple):
 
 
 Rule: TypeAlias = "Kind | Maybe | list[Rule] | dict[str, Rule]"
-"""A list contains items of one rule.
+"""A list has one rule, which applies to each item.
 
 A dict must have these keys ('*': all keys; 'name?': optional), and may have others.
 """

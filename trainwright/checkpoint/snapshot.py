@@ -1,4 +1,4 @@
-"""The live objects of a run, and copies of their state on their device, which can be written back."""
+"""The live objects of a run, and restorable copies of their state on the same device."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ TORCH_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 class Snapshot:
     """The state before ``step``: weights, buffers, optimizers, generators, and all else that the step can reach.
 
-    ``attributes`` are the plain attributes of each module. ``reach`` is everything else that was reached. A bundle
-    (``replay.bundle``) stores the attributes only; a snapshot that was read from one has ``reach`` None.
+    ``attributes`` are the plain attributes of each custom module. ``reach`` is everything else that was reached. A
+    bundle (``replay.bundle``) stores the attributes only; a snapshot that was read from one has ``reach`` None.
     """
 
     step: int
@@ -67,7 +67,7 @@ class LiveObjects:
         self._closed = f"a part of the model was made by torch.jit ({scripted[0]})" if scripted else None
 
     def hooks(self) -> tuple[int, ...]:
-        """Return the number of hooks of each module, without the hooks of the recorder."""
+        """Return the number of forward hooks and pre-hooks of each module, without those of the recorder."""
         of_module = [(*m._forward_pre_hooks.values(), *m._forward_hooks.values()) for m in self.modules]
         return tuple(
             [sum(not getattr(hook, "is_recorders", False) for hook in hooks) if hooks else 0 for hooks in of_module]
@@ -88,7 +88,7 @@ class LiveObjects:
 
     @property
     def num_bytes(self) -> int:
-        """Current size of a snapshot, in bytes."""
+        """Current bytes of the weights, buffers and optimizer states."""
         buffers = [module._buffers[name] for module, name in self.buffers()]
         return _bytes([*self.parameters, *buffers], [own for o in self.optimizers for own in o.state.values()])
 
@@ -106,7 +106,7 @@ class LiveObjects:
 
     @torch.no_grad()
     def snapshot(self, step: int, *, with_reach: bool = True) -> Snapshot:
-        """Copy everything, on its device.
+        """Copy weights, buffers, optimizer states and generators. Tensors stay on their device.
 
         ``with_reach``: also copy the other state that a step can reach, which a replay needs.
         """
@@ -194,7 +194,7 @@ def put_back(subject: LiveObjects, snapshot: Snapshot) -> None:
 
 
 def copied(value: Any) -> Any:
-    """Copy a value of an optimizer, whose step may write to tensors and containers."""
+    """Copy the tensors and plain containers in a value, because a step may change them in place."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if type(value) is list or type(value) is tuple:

@@ -26,7 +26,7 @@ from trainwright.recipe.schema import TensorStyle
 def apply_tensor_parallelism(model: nn.Module, mesh: DeviceMesh, plan: SplitPlan, *, sequence: bool) -> None:
     """Convert the weights that ``plan`` names to DTensors of ``mesh`` (1-D), in place; tied weights stay one weight.
 
-    The weights of the first rank of the mesh are divided. With ``sequence``, activations between attention and
+    Each rank gets its part of the first rank's weights. With ``sequence``, activations between attention and
     feed-forward layers are also divided, along the sequence.
     """
     ties, frozen = ties_of(model), {name for name, each in model.named_parameters() if not each.requires_grad}

@@ -37,7 +37,7 @@ class Check:
     """A check and its metadata."""
 
     code: str  # ``topic.name``, the code of its findings
-    judge: Judge  # Its function. The parameters after the first are the measurements that it needs, all of them.
+    judge: Judge  # Its function. Each parameter after the first is a required measurement.
     stage: Stage  # The part of a training step that its findings are about. Findings may override it.
     severity: Severity = "warning"  # The default severity of its findings
     confidence: float = 0.9  # The default probability that a finding is right
@@ -82,7 +82,7 @@ class Check:
 
 @dataclass(frozen=True)
 class CheckState:
-    """The result of one check in one run, with the comparison, the finding, or the reason why there is none."""
+    """The result of one check in one run. ``why`` is the symptom or the reason for no result; "" if it passed."""
 
     code: str
     state: State
@@ -99,7 +99,7 @@ def check(
     points_at: str | tuple[str, ...] = (),
     since_step: int | None = None,
 ) -> Callable[[Judge], Check]:
-    """Decorator that makes a Check of a function. The module must have the name of the function."""
+    """Decorator that makes a Check from a function. The module must have the name of the function."""
 
     def decorated(judge: Judge) -> Check:
         *_, topic, name = judge.__module__.split(".")

@@ -437,7 +437,7 @@ def _leaks(dataset: TokenizedSet, rows: NDArray[Any], train: TokenizedSet) -> It
 def _decoded_rows(
     dataset: TokenizedSet, rows: NDArray[Any], numbers: NDArray[np.int64], kept: NDArray[np.int64]
 ) -> Iterator[DecodedSample]:
-    """Yield the first, a middle and the last sample."""
+    """Yield the first, a middle and the last sample, or both sides of the first pair of preferences."""
     if isinstance(dataset, Preference):
         kept = kept[: DECODED_SAMPLES - DECODED_SAMPLES % 2]
     for row in dict.fromkeys([*kept[:1], *kept[len(kept) // 2 : len(kept) // 2 + 1], *kept[-1:]]):

@@ -1,4 +1,4 @@
-"""Finds the user's source line of a call: the innermost frame that is not code of torch, a library or this package."""
+"""Finds the user's source line of a call: the innermost frame outside torch, ``_LIBRARIES`` and this package."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ _NOT_PLACES = (f"{Path(__file__).parents[1]}/", f"{Path(sys.executable).parent}/
 _PLANTED = f"{Path(__file__).parents[1]}/commands/demo_faults.py"  # the loops of ``trainwright demo --break``
 _STANDARD = f"{Path(contextlib.__file__).parent}/"
 _LIBRARIES = ("lightning", "pytorch_lightning", "transformers", "accelerate", "typer", "click")
-"""Training libraries, and those of command lines such as that of ``trainwright train``. They are not the user's code
-either."""
+"""Training and command line libraries. Their code is not the user's either."""
 
 Line: TypeAlias = int | None
 """A line number; None if there is none."""
@@ -36,7 +35,7 @@ def caller() -> str | None:
 
 
 def calling_frames() -> list[FrameType]:
-    """Returns the user's frames of this stack, innermost first: in a run of ``tw.fit``, from the call of ``fit``."""
+    """Returns the user's frames of this stack, innermost first."""
     return list(_places())
 
 

@@ -104,8 +104,8 @@ def _mode_in(settled: Any) -> str | None:
 def _candidates(job: Job) -> list[str]:
     """Return the modes that can differ here, the default first.
 
-    The modes with CUDA graphs overwrite the outputs of a step in the next step. The doctor's recorder keeps outputs,
-    and ``graphs`` captures the step itself.
+    Modes with CUDA graphs overwrite the outputs of the previous step. They are left out with the doctor, whose recorder
+    keeps outputs, and with ``graphs``, which captures the step itself.
     """
     has_graphs = job.device.type == "cuda" and not job.recipe.graphs and not has_doctor(job)
     return ["default", "max-autotune-no-cudagraphs", *(["reduce-overhead", "max-autotune"] if has_graphs else [])]
@@ -114,7 +114,7 @@ def _candidates(job: Job) -> list[str]:
 def _measured(job: Job, first: StepBatch, limit_s: float) -> tuple[dict[str, float], list[str]]:
     """Return the median seconds of forward and backward pass by mode, and the modes that failed, with the error.
 
-    Compiled code is discarded, because torch stops compiling a function of which it has eight versions. To compile the
+    Compiled code is discarded, because torch stops compiling a function after eight versions of it. Compiling the
     chosen mode again is fast, because inductor caches its kernels on the disk.
     """
     loss_fn, unscaled = as_loss_fn(job.parts.loss), replace(job.state, scaler=NoScaler())
@@ -156,7 +156,7 @@ def _measured(job: Job, first: StepBatch, limit_s: float) -> tuple[dict[str, flo
 
 
 def _compile(model: nn.Module, mode: str) -> dict[nn.Module, Any]:
-    """Let the compiled modules be compiled again in ``mode`` at their next call. Return their calls by module."""
+    """Set the compiled modules to compile again in ``mode`` at their next call. Return their calls by module."""
     modules = [each for each in model.modules() if each._compiled_call_impl is not None]
     for module in modules:
         compile_in_place(module, mode=mode)

@@ -106,12 +106,12 @@ if TYPE_CHECKING:
     from trainwright.watching.ranks_observer import RanksObserver
 
 Extra = Callable[[Job, RunFolder, Progress], Observer]
-"""Makes a further observer of a run after everything else of it is built."""
+"""Makes a further observer of a run. It is called before layers are hooked, so it may run the model."""
 HANG_TIMEOUT_FRACTION = 0.8
 """Fraction of the collective timeout after which a rank is reported as hanging, so the report precedes the timeout."""
 
 MIN_WAIT_FRACTION = 0.3
-"""Minimum fraction of the time for waiting for data to be mentioned."""
+"""Waiting for data is mentioned above this fraction of the time."""
 MIN_WAIT_S = 1e-3
 """Minimum mean wait to be mentioned. A worker needs about this time to pass a batch."""
 
@@ -347,7 +347,7 @@ def make_ranks_observer(
 ) -> RanksObserver | None:
     """Return the doctor of several ranks, which compares them; None without one.
 
-    The result depends on the recipe only, so all ranks have a doctor, or none does.
+    The result depends on recipe and world size only, so all ranks have a doctor, or none does.
     """
     if not compares_ranks(job):
         return None

@@ -77,7 +77,7 @@ class Trial:
 
     @property
     def seconds(self) -> float:
-        """Seconds of training, over all processes of the run."""
+        """Seconds from the first to the last log record of each process of the run, added up."""
         return sum(end_s - began_s for began_s, end_s in self.spans)
 
     @property
@@ -241,7 +241,7 @@ def run_trial(
 ) -> Trial:
     """Train a recipe with ``settings`` in a separate process.
 
-    A finished run in ``folder`` is only read; an unfinished one is resumed. An exception here, such as
+    A run in ``folder`` that is over is only read; an interrupted one is resumed. An exception here, such as
     KeyboardInterrupt, also stops the run.
 
     Args:

@@ -288,7 +288,7 @@ def watch(
 ) -> Watch:
     """Watch your training loop: put ``with tw.watch(model, optimizer, loader=loader):`` around it.
 
-    The watch only reads. Training has the same bits with and without it, except that a non-finite update is skipped.
+    By default, training has the same bits with and without it, except that a non-finite update is skipped.
 
     Args:
         model: The trained module, or a sequence of modules (a GAN).

@@ -160,8 +160,8 @@ def unhealthy(rung: MeasuredRung, known: Collection[str] = ()) -> str:
 def worse(rung: MeasuredRung, below: MeasuredRung, anchor: float, band: Band, *, with_curve: bool) -> str:
     """Return why the loss is worse than the band allows; "" if it is not.
 
-    ``anchor`` is the loss of the baseline, or of the last rung that was better than the band. Comparing with it keeps
-    small increases of the loss from adding up over several rungs. With ``with_curve`` the mean gap of the training
+    ``anchor`` is the loss of the baseline, or of the last rung that lowered it by more than the band. This limit
+    keeps small increases of the loss from adding up over rungs. With ``with_curve`` the mean gap of the training
     losses in the second half counts too.
     """
     for name, reference in (("the rung below", below.loss), ("the baseline", anchor)):
@@ -183,8 +183,8 @@ def worse(rung: MeasuredRung, below: MeasuredRung, anchor: float, band: Band, *,
 def gain(rung: MeasuredRung, below: MeasuredRung, band: Band) -> str:
     """Return the gain of a rung ("1.42x as fast", "31 % less memory"); "" if it does not pay.
 
-    A rung pays if a sample takes less time, by more than the margin. It also pays if both the memory and the product of
-    time and memory fall by more than the margin. Then it saves more memory than it costs time.
+    A rung pays if the time per sample falls by more than ``band.time``. It also pays if both memory and time x memory
+    fall by more than ``band.memory``. Then it saves more memory than it costs time.
     """
     time = rung.sample_s / below.sample_s
     memory = rung.peak_bytes / below.peak_bytes if below.peak_bytes else 1.0
@@ -303,8 +303,8 @@ class Ladder:
 
     ``folder`` has ``ladder.json``, ``ladder.html``, ``best.yaml`` and the run folders. The baseline has ``steps`` steps
     of ``batch`` samples. ``band`` is None if the baseline itself breaks. The command ``train`` trains ``best.yaml``,
-    and ``repeat`` repeats the run of its rung; both are "" without it. ``--budget`` ended an ``out_of_time``
-    ladder.
+    and ``repeat`` repeats the run of the best rung; both are "" without a ``best.yaml``. ``out_of_time`` is True if
+    ``--budget`` ended the ladder.
     """
 
     folder: Path

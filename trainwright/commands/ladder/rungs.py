@@ -41,8 +41,8 @@ Settings = Mapping[str, str]
 class Rung:
     """One change to the rung below. ``name`` is one of ``NAMES``.
 
-    The kind numerics must preserve the loss. The kind optimizer is an alternative with its own learning rate. The kind
-    batch must preserve the loss at the same number of samples. ``why_not`` is the reason for skipping it, else "".
+    A ``numerics`` rung must preserve the loss. An ``optimizer`` rung tries an optimizer with its own learning rate. A
+    ``batch`` rung must preserve the loss at the same number of samples. ``why_not`` is the reason to skip it, or "".
     ``factor`` is the number of samples in a step, relative to the recipe.
     """
 
@@ -93,7 +93,7 @@ def batch_settings(recipe: Recipe, factor: int, optimizer: str) -> Settings:
 def steps_of(recipe: Recipe, steps: int | None, samples: int | None) -> int:
     """Return the steps of the baseline: a multiple of 4, so that larger batches train on as many samples.
 
-    Default: the recipe's steps, at most ``DEFAULT_STEPS``. Raises UsageError for a number that is too small.
+    Default: the recipe's steps, from ``MIN_STEPS`` to ``DEFAULT_STEPS``. Raises UsageError if fewer are given.
     """
     if steps is not None and samples is not None:
         raise UsageError("--steps and --samples both set the length of a rung", remedy="give one of them")

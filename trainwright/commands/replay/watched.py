@@ -35,7 +35,7 @@ UNBOUNDED = 2**62
 def rerun_watched(bundle: Bundle, step: int, model: str | None, say: Say, change: StepChange | None = None) -> Rerun:
     """Replay the steps of the bundle up to ``step``, compare that step with its record, and diagnose it.
 
-    ``change`` is tried on the step instead of the diagnosis.
+    With a ``change``, try it on the step and make no diagnosis.
     """
     done = Rerun(step, bundle.path)
     steps = [each.step for each in bundle.steps]
@@ -121,7 +121,7 @@ def _built(model: str, bundle: Bundle) -> LiveObjects:
 
 
 def _make_optimizers(bundle: Bundle, parameters: Sequence[nn.Parameter]) -> list[Optimizer]:
-    """Make optimizers of torch classes, whose options are all in their groups."""
+    """Make the optimizers of the bundle from their groups. Only classes of torch.optim are supported."""
     classes: list[Any] = [
         each for each in vars(torch.optim).values() if isinstance(each, type) and issubclass(each, Optimizer)
     ]

@@ -37,7 +37,7 @@ from trainwright.training.prepare import prepare
 EPS = {"fp32": 2.0**-23, "tf32": 2.0**-10, "bf16": 2.0**-8, "fp16": 2.0**-10, "fp8": 2.0**-4, "mxfp8": 2.0**-4}
 """Machine epsilon of the arithmetic of the forward pass. For bf16, fp8 and mxfp8 half of it (the unit roundoff)."""
 MAX_STANDARD_DEVIATIONS = 4
-"""Maximum rounding error in standard deviations. 1 of 1,500 independent errors has more, see ``rounding``."""
+"""Maximum rounding error in standard deviations. At most 1 of 1,500 independent errors has more, see ``rounding``."""
 MAX_CONTROL_RATIO = 8
 """Maximum of (distance of the ranks / distance of the control run). The ranks sum in yet another order."""
 MAX_ROUNDING_DISTANCE = 0.01
@@ -163,8 +163,8 @@ def verify_parallel(
     The second run shows the effect of rounding alone. If the model draws random numbers (dropout), there is no second
     run, and the others use ``parallel.exact``, because the ranks would otherwise draw different numbers.
 
-    Raises the user's errors, and UsageError for a model that uses statistics of its micro-batch, such as one with
-    BatchNorm.
+    Raises the error of a failed run, and UsageError for a model that uses statistics of its micro-batch, such as
+    one with BatchNorm.
     """
     if ranks < 2:
         raise UsageError(f"--ranks {ranks} leaves nothing to compare", remedy="give at least 2")

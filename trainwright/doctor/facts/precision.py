@@ -18,7 +18,7 @@ class Emptied:
 
 @dataclass(frozen=True)
 class Aliased:
-    """Angles of positions: ``far`` positions are 256 or more; ``same`` of them have their neighbour's angles."""
+    """Position angles: ``far`` counts positions from 256 on; ``same`` of them have their neighbour's angles."""
 
     module: str
     dtype: str
@@ -53,10 +53,10 @@ class MixedPrecisionFacts:
 
     experiment: ClassVar[str] = "mixed_precision"
     still: float = 0.0  # Median fraction of 16-bit weights with a gradient that an update leaves unchanged
-    updates: int = 0  # Sampled updates at half the highest learning rate so far, or more
+    updates: int = 0  # Sampled updates with at least half the highest learning rate so far
     is_constant_rate: bool = False  # All sampled updates so far had one learning rate
     kept_elsewhere: bool = False  # The optimizer keeps float32 copies of the weights or uses stochastic rounding
-    never_moved: tuple[str, ...] = ()  # 16-bit tensors of whose weights with gradients at most 5 % ever changed
+    never_moved: tuple[str, ...] = ()  # 16-bit tensors: at most 5 % of weights with a gradient changed
     stale_since: int | None = None  # First step that used weights that autocast had cached before the last update
     zeros: float = 0.0  # Fraction of gradients that are 0, for a loss in float16 without a loss scale
     rms_in_steps: float = math.inf  # Root mean square of the gradients in units of 6e-8, the smallest float16

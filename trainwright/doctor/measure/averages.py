@@ -33,7 +33,7 @@ MAX_COPIES = 32
 TENSORS_PER_COPY = 4
 ELEMENTS_PER_TENSOR = 64
 MAX_STEPS_WITHOUT_MOVE = 8
-"""A copy that has not moved for this many steps is dropped: a process may hold copies of other runs."""
+"""A copy that does not move in the first steps after the search is dropped: it may be of another run."""
 MAX_DEPTH = 2  # Depth of submodules that may have copies
 MAX_OBJECTS = 50_000  # Number of objects that are searched
 MAX_ITEMS = 1024  # Longer containers hold data
@@ -205,7 +205,7 @@ def _holders(lengths: set[int]) -> Iterator[nn.Module | Holder]:
 def _reached() -> Iterator[Any]:
     """Yields the objects that the loop can reach from its variables, those of its innermost function first.
 
-    The process holds about 20 times as many objects. Contents of data, classes and ``_CLOSED`` types are not searched.
+    All objects of the process are about 20 times as many. Contents of data and ``_CLOSED`` types are not searched.
     """
     seen: dict[int, object] = {}  # holds each object, so that its id is not reused
     for frame in frames():

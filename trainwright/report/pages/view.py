@@ -82,7 +82,7 @@ class Pin:
 class RunView:
     """One run. ``log`` is what has been read so far; all properties refer to that state.
 
-    Each document in its folder is empty if it is missing or cannot be read.
+    Each document in its folder is empty or None if it is missing or cannot be read.
     """
 
     def __init__(self, path: Path, log: IncrementalLog) -> None:
@@ -395,7 +395,7 @@ class RunView:
 
 
 def number(value: float | None) -> str:
-    """Return a loss as text."""
+    """Return a number as text; "-" for None."""
     return "-" if value is None else f"{value:.4g}" if math.isfinite(value) else "not finite"
 
 
