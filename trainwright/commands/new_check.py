@@ -123,9 +123,10 @@ def new_check(code: str, root: Path = Path()) -> NewCheck:
         raise UsageError(f"{code!r} is not a code", remedy=f"write {topic}.what_is_wrong, in lower case")
     tests = root / "tests" / "doctor" / "checks" / topic
     made = NewCheck(folder / "checks" / topic / f"{name}.py", tests / f"test_{name}.py")
-    for path, text in ((made.check, _CHECK), (made.test, _TEST)):
+    for path in (made.check, made.test):
         if path.exists():
             raise UsageError(f"{path} exists", remedy="take another name")
+    for path, text in ((made.check, _CHECK), (made.test, _TEST)):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text.replace("{name}", name).replace("{code}", code), encoding="utf-8")
     return made

@@ -80,9 +80,10 @@ def with_compile_mode(job: Job, earlier: Earlier | None) -> Job:
         mode = best if found.get("default", 0.0) > MIN_GAIN * found.get(best, 0.0) else "default"
         times = ", ".join(f"{name} {human_seconds(seconds)}" for name, seconds in found.items())
         why = "; ".join([f"forward and backward pass take: {times or 'unknown'}", *failed])
-        with suppress(OSError, StorageError):  # the next run measures again
-            file.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(file, json.dumps({MODE_KEY: mode, "seconds": found}))
+        if found:  # otherwise the next run measures again
+            with suppress(OSError, StorageError):
+                file.parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(file, json.dumps({MODE_KEY: mode, "seconds": found}))
     _compile(job.state.model, mode)
     job.provenance["compile"] = {"mode": mode, "key": key, "seconds": found, "why": why}
     header = RunHeader((*plan.header.settings, Setting("mode", f"{mode} of torch.compile", "planned", why)))

@@ -164,10 +164,10 @@ def worse(rung: MeasuredRung, below: MeasuredRung, anchor: float, band: Band, *,
     keeps small increases of the loss from adding up over rungs. With ``with_curve`` the mean gap of the training
     losses in the second half counts too.
     """
-    for name, reference in (("the rung below", below.loss), ("the baseline", anchor)):
+    for name, reference in (("the rung below", below.loss), ("the baseline, or the last better rung", anchor)):
         if rung.loss - reference > band.loss:
             return (
-                f"loss {figure(rung.loss)} is {figure(rung.loss - reference)} above {name}, more than the band "
+                f"loss {figure(rung.loss)} is {figure(rung.loss - reference)} above that of {name}: more than the band "
                 f"{figure(band.loss)}"
             )
     gaps = [a - b for a, b in zip(rung.second_half, below.second_half, strict=False)]

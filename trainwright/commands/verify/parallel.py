@@ -310,9 +310,10 @@ def examine_forward(loaded: Loaded) -> tuple[bool, Sums]:
 
 def _read(run: Path, steps: int) -> _Trained:
     records = [each for each in read(run / "log.jsonl").records if isinstance(each, Step)]
-    weights = read_weights(run / "checkpoints" / name_of(len(records)))
     if len(records) < steps:
-        raise UsageError(f"the data gave {len(records)} steps of {steps}", remedy=f"add --steps {len(records)}")
+        few = f"add --steps {len(records)}" if records else "give data with a batch of batch.size samples"
+        raise UsageError(f"the data gave {len(records)} steps of {steps}", remedy=few)
+    weights = read_weights(run / "checkpoints" / name_of(len(records)))
     return _Trained(
         [each.loss for each in records],
         [each.grad_norm for each in records],

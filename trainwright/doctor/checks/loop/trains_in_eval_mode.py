@@ -49,17 +49,16 @@ def trains_in_eval_mode(run: RunContext, facts: ModesFacts) -> Results:
         since_loaded = True
     if not rows:
         return
-    names = [each.module for each in rows]
+    names, since = [each.module for each in rows], max(each.since for each in rows)
     is_sure = not since_loaded and (is_whole or bool(_inside([e for e in facts.eval if e.container and e.left], rows)))
     yield run.finding(
-        symptom=f"{'the model' if is_whole else listed(names)} has been training in eval mode since step "
-        f"{rows[0].since}",
+        symptom=f"{'the model' if is_whole else listed(names)} has been training in eval mode since step {since}",
         cause="it was loaded in eval mode, as pretrained models are, and train() was never called"
         if since_loaded
         else "",
         severity="critical" if is_sure else "warning",
         sure=0.95 if is_sure else 0.8 if not since_loaded else 0.65,
-        since_step=max(each.since for each in rows),
+        since_step=since,
         where=Where(module=names[0], source=rows[0].source),
         evidence=[("modules in eval mode", names[:16], [])],
     )
