@@ -23,8 +23,7 @@ from trainwright.recorder.user_types import Loader
 MARKS = 4096
 """Maximum number of batches per epoch whose order is recorded."""
 SPREAD = 1 << 16
-"""Of a dataset of twice this size or more, evenly spaced samples are recorded: at least this many, less than twice as
-many."""
+"""Every ``size // SPREAD``-th sample of a dataset is recorded: fewer than 131,072, and all of a smaller dataset."""
 _AT_RANDOM = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
