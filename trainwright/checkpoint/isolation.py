@@ -61,6 +61,7 @@ def not_compiled() -> Iterator[None]:
             _Uncompiled.users -= 1
             if not _Uncompiled.users:
                 _Uncompiled.stance.__exit__(None, None, None)
+                del _Uncompiled.stance
 
 
 class _Uncompiled:
